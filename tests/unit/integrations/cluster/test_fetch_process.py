@@ -14,10 +14,11 @@ import msgspec
 import pytest
 
 from cubroker.client import Broker, digests
-from cubroker.integrations.cluster import connection, fetch_process, source_thread
+from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_thread
 from cubroker.integrations.cluster.engine import NIXL, MemoryRegion
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
+    Available,
     ExportedAllocation,
     ExportedVersion,
     Fetched,
@@ -26,8 +27,10 @@ from cubroker.integrations.cluster.messages import (
     Open,
     Order,
     PeerRefusal,
+    PeerWelcome,
     Progress,
     frame,
+    to_runs,
 )
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import (
@@ -112,7 +115,7 @@ class Hosts:
     def __init__(self, certificates: Certificates, directory: Path, name: str, undo: ExitStack) -> None:
         self._folder = certificates.host
         self._directory = directory
-        self._name = name
+        self.name = name
         self._undo = undo
         self.all: list[Liar] = []
         self.reports: list[tuple[int, int]] = []
@@ -121,20 +124,20 @@ class Hosts:
     def host(self, opened: object, pause: float = 0.0, **answers: object) -> Liar:
         """Start a host that has a version; its readers are few."""
         liar = self._undo.enter_context(lying(self._folder, pause=pause))
-        liar.opens(opened, self._name)
+        liar.opens(opened, self.name)
         liar.answers |= answers
         self.all.append(liar)
         return liar
 
     def fetch(self, **order: Any) -> Fetched:
         peers = order.pop("peers", None) or tuple(str(each.address) for each in self.all)
-        options = {"name": self._name, "directory": str(self._directory), "patience": 5.0} | order
+        options = {"name": self.name, "directory": str(self._directory), "patience": 5.0} | order
         this = Order(peers=peers, certificates=str(self._folder), **options)
         self.fetching = Fetch(this, lambda *progress: self.reports.append(progress))
         return self.fetching.run()
 
     def held(self) -> bytes:
-        with Broker(self._directory) as broker, broker.attach(self._name, device=0) as pool:
+        with Broker(self._directory) as broker, broker.attach(self.name, device=0) as pool:
             pool.check()
             return pool["a"].tobytes() + pool["b"].tobytes()
 
@@ -353,6 +356,129 @@ def test_whoever_brings_wrong_bytes_is_left_out(hosts: Hosts) -> None:
     hosts.host(right)
     hosts.fetch(wait=30.0)
     assert hosts.held() == content()
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+PARTS = Layout.pack([("a", "U8", (3 * MIB,)), ("b", "U8", (5 * MIB,))])
+"""Eight runs."""
+
+
+def partial(opened: ExportedVersion, runs: int) -> ExportedVersion:
+    """A version of which a host has these runs."""
+    return msgspec.structs.replace(opened, runs=to_runs(runs), piece=MIB)
+
+
+def coming(hosts: Hosts, opened: ExportedVersion, runs: int, *later: Available, pause: float = 0.0) -> Liar:
+    """Start a host that has so much of a version, and says more later."""
+    first = partial(opened, runs)
+
+    def open_it(_: object, send: Callable[[bytes], None]) -> None:
+        send(b"".join(frame(each) for each in (first, *later)))
+
+    liar = hosts.host(None, pause)
+    offer = Offer(hosts.name, 1, PARTS.nbytes, 2, False, of(opened), there=runs.bit_count() * MIB)
+    liar.answers |= {"List": Offers((offer,), 0, 8), "Open": open_it}
+    return liar
+
+
+def of(opened: ExportedVersion) -> bytes:
+    return messages.content(opened.layout, opened.algorithm, [place.digest for place in opened.places])
+
+
+def test_what_hosts_have_together_is_the_version(hosts: Hosts) -> None:
+    opened = version(PARTS, 5)
+    coming(hosts, opened, 0b00001111)
+    coming(hosts, opened, 0b00000001, Available(to_runs(0b11000000)), Available(to_runs(0b11110000)))
+    done = hosts.fetch()
+    assert (len(done.sources), done.from_parts) == (2, PARTS.nbytes)
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+def test_a_host_that_publishes_meanwhile_has_all_of_it(hosts: Hosts) -> None:
+    coming(hosts, version(PARTS, 5), 0, Available())
+    done = hosts.fetch()
+    assert (done.fetched, done.from_parts) == (True, 0)
+
+
+def test_parts_that_come_no_further_are_an_error(hosts: Hosts, directory: Path) -> None:
+    coming(hosts, version(PARTS, 5), 0b0111)
+    with pytest.raises(Unavailable, match=f"no host that is left has all of it.*{3 * MIB} of {PARTS.nbytes} bytes"):
+        hosts.fetch(patience=0.5)
+    assert nothing(directory)
+
+
+def test_a_part_that_is_wrong_is_read_from_a_host_that_has_all(hosts: Hosts, directory: Path) -> None:
+    right, wrong = version(PARTS, 5), version(PARTS, 6)
+    lies = msgspec.structs.replace(right, places=tuple(map(_moved, right.places, wrong.places)))
+    liar = coming(hosts, lies, 0b11111111)
+    with pytest.raises(Corrupted, match="came with other bytes than it has"):
+        hosts.fetch(patience=0.5)
+    assert nothing(directory)
+    opens = liar.asked(Open)
+    honest = hosts.host(right, 0.3)
+    done = hosts.fetch(wait=30.0, patience=20.0)
+    assert str(honest.address) in done.sources
+    assert hosts.held() == bytes([5]) * 8 * MIB
+    assert liar.asked(Open) <= opens + 1
+
+
+def _moved(right: ExportedAllocation, wrong: ExportedAllocation) -> ExportedAllocation:
+    return msgspec.structs.replace(right, pointer=wrong.pointer)
+
+
+def test_a_host_that_has_nothing_new_is_left_for_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_process, "USELESS", 0.1)
+    monkeypatch.setattr(fetch_process, "AGAIN", (0.5, 60.0))  # it is asked again later and later
+    opened = version(PARTS, 5)
+    coming(hosts, opened, 0b1)
+    hosts.host(opened, 0.2)
+    assert len(hosts.fetch(width=1, patience=20.0).sources) == 2
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+def test_a_host_that_cuts_it_otherwise_is_passed_over(hosts: Hosts) -> None:
+    opened = version(PARTS, 5)
+    liar = coming(hosts, opened, 0b1)
+    liar.answers["Open"] = msgspec.structs.replace(partial(opened, 1), piece=2 * MIB)
+    with pytest.raises(Invalid, match=f"passes on runs of {2 * MIB} bytes"):
+        hosts.fetch()
+
+
+def test_a_host_that_has_another_version_is_not_opened(hosts: Hosts) -> None:
+    right, other = version(), version(seed=9)
+    first = hosts.host(right)
+    first.answers["List"] = Offers((Offer(hosts.name, 1, 1, 1, True, of(right)),), 8, 8)  # it has no room at first
+    second, third = hosts.host(other), hosts.host(right)
+    second.answers["List"] = Offers((Offer(hosts.name, 1, 1, 1, True, of(other)),), 0, 8)
+    third.answers["List"] = Offers(
+        (Offer(hosts.name, 3, 1, 1, True, of(other)), Offer(hosts.name, 2, 1, 1, False, of(right))), 0, 8
+    )
+    done = hosts.fetch(version=1, leader=str(first.address), wait=30.0)
+    assert done.sources == (str(third.address),)
+    assert [each.version for each in third.heard if isinstance(each, Open)] == [2]
+    assert second.asked(Open) == first.asked(Open) == 0
+
+
+def test_this_host_itself_is_left_out(hosts: Hosts, directory: Path) -> None:
+    own = hosts.host(version(seed=9), PeerHello=PeerWelcome(2, "root", identity.host(directory)))
+    with pytest.raises(Invalid, match=f"cannot be fetched: {own.address} is this host itself; name others"):
+        hosts.fetch(wait=60.0)
+    honest = hosts.host(version())
+    assert hosts.fetch().sources == (str(honest.address),)
+    assert own.asked(Open) == 0
+
+
+def test_a_source_hears_of_this_side_while_memory_is_registered(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_thread, "BEAT", 0.02)
+    liar = hosts.host(version())
+
+    def register(*_: object) -> bytes:
+        eventually(lambda: liar.asked(Progress) > 3, "words to the source")
+        return b""
+
+    monkeypatch.setattr(LocalEngine, "register", register)
+    assert hosts.fetch(patience=5.0).fetched
 
 
 # -- what fails ------------------------------------------------------------------------------------

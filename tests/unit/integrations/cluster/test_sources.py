@@ -309,6 +309,69 @@ def test_at_the_end_a_source_reads_again_only_what_it_has() -> None:
     assert this.finished
 
 
+def test_what_is_there_is_what_no_source_writes_any_more() -> None:
+    this = striping(3, 1, 1, 2)
+    assert (begin(this, 1), begin(this, 2), this.have) == ([0], [1], 0)
+    this.end(2, piece(1), 1.0)
+    assert this.have == 0b010
+    assert begin(this, 2, 1.0) == [2]
+    this.end(2, piece(2), 2.0)
+    assert begin(this, 2, 10.0) == [0]
+    this.end(2, piece(0), 11.0)
+    assert this.have == 0b110, "the other source still writes piece 0"
+    this.lose(1)
+    assert this.have == 0b111
+    this.again(0, 0)
+    assert this.have == 0
+
+
+def test_a_part_is_there_when_it_is_in_the_first_replica() -> None:
+    this = Striping(cut([20], [0, 3], 10), 9)
+    this.join(1, 0.0)
+    pieces = [this.begin(1, 0.0) for _ in range(4)]
+    for each, have in zip(pieces, (0b01, 0b11, 0b11, 0b11), strict=True):
+        assert each is not None
+        this.end(1, each, 1.0)
+        assert this.have == have
+
+
+def test_what_came_wrong_is_brought_by_sources_that_have_all_of_it() -> None:
+    this = striping(2, 2, 1)
+    this.join(2, 0.0, 0b11)
+    assert begin(this, 2) == [0, 1]
+    for number in (0, 1):
+        this.end(2, piece(number), 1.0)
+    assert (this.again(0, 0), this.from_parts) == ({2}, 20)
+    assert begin(this, 2, 2.0) == []
+    assert begin(this, 1, 2.0) == [0, 1]
+    this.end(1, piece(0), 3.0)
+    this.lose(1)
+    assert begin(this, 2, 4.0) == []
+    assert this.useless(2, 5.0) == 3.0
+    this.has(2, None)  # it has published it
+    assert begin(this, 2, 5.0) == [1]
+    assert this.end(2, piece(1), 6.0)
+
+
+def test_what_a_part_brings_after_it_is_known_to_be_wrong_counts_for_nothing() -> None:
+    this = striping(2, 2, 1)
+    this.join(2, 0.0, 0b11)
+    assert (begin(this, 2), begin(this, 1)) == ([0, 1], [])
+    this.join(3, 0.0)
+    this.end(2, piece(1), 1.0)
+    assert begin(this, 3, 99.0) == []
+    this.lose(3)
+    this.join(3, 0.0, 0b11)
+    this.end(2, piece(0), 1.0)
+    this.again(0, 0)
+    assert begin(this, 1, 2.0) == [0, 1]
+    this.join(4, 2.0, 0b11)
+    assert begin(this, 4, 2.0) == []
+    assert not this.end(1, piece(0), 3.0)
+    assert this.end(1, piece(1), 3.0)
+    assert this.doubled == set()
+
+
 # -- any order of events -------------------------------------------------------------------------------
 
 
@@ -324,6 +387,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.there: set[VersionPiece] = set()
         self.flying: dict[int, list[VersionPiece]] = {}
         self.have: dict[int, set[tuple[int, int]]] = {}
+        self.whole: set[int] = set()
+        self.strict: set[VersionPiece] = set()
         self.count = 0
 
     def runs_of(self, have: int) -> set[tuple[int, int]]:
@@ -336,14 +401,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.count += 1
         self.this.join(self.count, self.now, have, (place, 4))
         self.flying[self.count] = []
-        self.have[self.count] = self.runs_of(2**10 - 1 if have is None else have)
+        self.has_now(self.count, have)
 
-    @rule(data=st.data(), have=st.integers(0, 2**10 - 1))
+    def has_now(self, source: int, have: int | None) -> None:
+        self.have[source] = self.runs_of(2**10 - 1 if have is None else have)
+        (self.whole.add if have is None else self.whole.discard)(source)
+
+    @rule(data=st.data(), have=st.none() | st.integers(0, 2**10 - 1))
     @precondition(lambda self: self.flying)
-    def has(self, data: st.DataObject, have: int) -> None:
+    def has(self, data: st.DataObject, have: int | None) -> None:
         source = data.draw(st.sampled_from([*self.flying]))
         self.this.has(source, have)
-        self.have[source] = self.runs_of(have)
+        self.has_now(source, have)
 
     @rule(data=st.data())
     @precondition(lambda self: self.flying)
@@ -358,6 +427,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert piece not in self.there
             assert piece not in self.flying[source]
             assert piece[1:3] in self.have[source]
+            assert source in self.whole or piece not in self.strict
             self.flying[source].append(piece)
             assert len(self.flying[source]) <= 3
         return piece
@@ -371,8 +441,8 @@ class AnyOrder(RuleBasedStateMachine):
     def ended(self, source: int, piece: VersionPiece) -> None:
         """Have a source bring a piece."""
         self.flying[source].remove(piece)
-        new = piece not in self.there
-        self.there.add(piece)
+        new = piece not in self.there and (source in self.whole or piece not in self.strict)
+        self.there |= {piece} if new else set()
         whole = all(each in self.there for each in self.pieces if each[:2] == piece[:2])
         assert self.this.end(source, piece, self.now) == (new and whole)
 
@@ -382,6 +452,7 @@ class AnyOrder(RuleBasedStateMachine):
         source = data.draw(st.sampled_from([*self.flying]))
         self.this.lose(source)
         del self.flying[source], self.have[source]
+        self.whole.discard(source)
 
     @rule(replica=st.sampled_from([0, 2]), allocation=st.integers(0, 2))
     def again(self, replica: int, allocation: int) -> None:
@@ -389,6 +460,7 @@ class AnyOrder(RuleBasedStateMachine):
         if len(found) == sum(each[:2] == (replica, allocation) for each in self.pieces):
             assert self.this.again(replica, allocation)
             self.there -= found
+            self.strict |= found
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 100.0]))
     def wait(self, seconds: float) -> None:
@@ -399,6 +471,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.this.nbytes == sum(each.nbytes for each in self.there)
         assert self.this.finished == (len(self.there) == len(self.pieces))
         assert self.this.sources == len(self.flying)
+        written = {each for pieces in self.flying.values() for each in pieces}
+        first = [each for each in self.pieces if each.replica == 0]
+        there = {first[number][1:3] for number in range(len(first)) if self.this.have >> number & 1}
+        assert there == {each[1:3] for each in self.there - written if each.replica == 0}
 
     def teardown(self) -> None:
         """However it went, one source that has all brings what is left once the others are gone."""
