@@ -19,7 +19,7 @@ from cubroker.cli import cluster
 from cubroker.client import Broker
 from cubroker.integrations.cluster.messages import Fetched, Offer, Offers, PeerRefusal
 from tests import accounts
-from tests.brokers import eventually
+from tests.brokers import BrokerProcess, eventually, serving
 from tests.cluster import ENGINE, exporting, fetch, need_engine
 from tests.unit.cli.processes import environment, run
 from tests.unit.integrations.cluster.hosts import HOST, Certificates, publish
@@ -130,7 +130,16 @@ def test_certificates_that_cannot_be_made_are_status_1(tmp_path: Path, certifica
 
 # -- peers -----------------------------------------------------------------------------------------
 
-OFFERS = Offers((Offer("m", 3, 1 << 20, 2, current=True), Offer("n\x1b[31m", 1, 5, 1, current=False)), 1, 8)
+OFFERS = Offers(
+    (
+        Offer("m", 3, 1 << 20, 2, current=True),
+        Offer("m", 4, 1 << 20, 2, False, b"a" * 16, 1 << 18),
+        Offer("n\x1b[31m", 1, 5, 1, current=False),
+    ),
+    1,
+    8,
+)
+OFFER = {"name": "m", "version": 3, "nbytes": 1 << 20, "tensors": 2, "current": True, "content": None, "there": None}
 
 
 def test_peers_are_shown_with_what_they_have(certificates: Certificates) -> None:
@@ -141,6 +150,7 @@ def test_peers_are_shown_with_what_they_have(certificates: Certificates) -> None
         assert [line.split() for line in done.stdout.splitlines()] == [
             ["HOST", "POOL", "STATE", "SIZE", "TENSORS", "READERS"],
             [str(one.address), "m@3", "current", "1.0", "MiB", "2", "1", "of", "8"],
+            [str(one.address), "m@4", "25%", "there", "1.0", "MiB", "2", "1", "of", "8"],
             [str(one.address), "n\\x1b[31m@1", "superseded", "5", "B", "1", "1", "of", "8"],
             [str(two.address), "none", "0", "of", "8"],
         ]
@@ -154,7 +164,7 @@ def test_peers_are_shown_with_what_they_have(certificates: Certificates) -> None
         "error": None,
         "readers": 1,
         "limit": 8,
-        "pools": [{"name": "m", "version": 3, "nbytes": 1 << 20, "tensors": 2, "current": True}],
+        "pools": [OFFER, OFFER | {"version": 4, "current": False, "content": "61" * 16, "there": 1 << 18}],
     }
     assert (second["port"], second["pools"]) == (two.address.port, [])
 
@@ -168,7 +178,7 @@ def test_a_peer_that_does_not_answer_is_status_1_and_the_others_are_shown(certif
         peers = ("--from", f"{one.address},{two.address},{nobody}")
         done = run("peers", *peers, "--certificates", certificates.host)
         assert done.returncode == 1
-        assert len(done.stdout.splitlines()) == 3
+        assert len(done.stdout.splitlines()) == 4
         assert done.stderr == f"cubroker: not\\x1b[31m you; no exporter answers at {nobody}: Connection refused\n"
         done = run("peers", "n*", *peers, "--certificates", certificates.host, "--json")
         assert done.returncode == 1
@@ -192,7 +202,7 @@ def test_peers_come_from_the_variable_else_they_are_not_known(certificates: Cert
 
 # -- fetch -----------------------------------------------------------------------------------------
 
-KEYS = {"schema", "name", "version", "nbytes", "tensors", "seconds", "read_seconds", "sources", "fetched"}
+KEYS = {"schema", "name", "version", "nbytes", "tensors", "seconds", "read_seconds", "sources", "fetched", "from_parts"}
 
 
 def test_what_is_there_is_not_fetched_again(certificates: Certificates, directory: Path, name: str) -> None:
@@ -249,6 +259,13 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
         yield server
 
 
+@pytest.fixture
+def source() -> Iterator[BrokerProcess]:
+    """The broker of another host."""
+    with serving() as process:
+        yield process
+
+
 def told(manager: socket.socket) -> list[str]:
     """Return what a service manager has been told: the first line of each message."""
     manager.setblocking(False)
@@ -268,11 +285,15 @@ def figures(port: int) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_figures_and_a_reload_of_services_that_export_and_follow(
-    certificates: Certificates, directory: Path, name: str, manager: socket.socket, tmp_path: Path
+    certificates: Certificates,
+    source: BrokerProcess,
+    directory: Path,
+    name: str,
+    manager: socket.socket,
+    tmp_path: Path,
 ) -> None:
-    """From the pools of a host to the same host's: the one that follows has another name for its own."""
     need_engine()
-    publish(directory, name)
+    publish(source.directory, name)
     folder = tmp_path / "own"
     folder.mkdir()
     for file in certificates.host.iterdir():
@@ -280,7 +301,7 @@ def test_figures_and_a_reload_of_services_that_export_and_follow(
         (folder / file.name).chmod(0o600)
     port, follows = free_port(), free_port()
     environ = {"NOTIFY_SOCKET": manager.getsockname()}
-    with exporting(directory, folder, "--metrics", f"{HOST}:{port}", environment=environ) as exporter:
+    with exporting(source.directory, folder, "--metrics", f"{HOST}:{port}", environment=environ) as exporter:
         command = ["fetch", name, "--follow", "--from", exporter.address, "--metrics", f"{HOST}:{follows}", "--json"]
         with subprocess.Popen(
             [sys.executable, "-m", "cubroker", *command, "--directory", directory, "--certificates", folder],
@@ -296,14 +317,16 @@ def test_figures_and_a_reload_of_services_that_export_and_follow(
                 lines += follower.stdout.readline()
             done = json.loads(lines)
             assert {*done} == KEYS
-            assert (done["version"], done["fetched"], done["sources"]) == (2, True, [exporter.address])
+            assert (done["version"], done["fetched"], done["sources"]) == (1, True, [exporter.address])
             found = figures(follows)
             assert found[f'cubroker_fetch_bytes_total{{pool="{name}"}}'] == done["nbytes"]
-            assert found[f'cubroker_fetch_version{{pool="{name}"}}'] == 2
+            assert found[f'cubroker_fetch_part_bytes_total{{pool="{name}"}}'] == done["from_parts"] == 0
+            assert found[f'cubroker_fetch_version{{pool="{name}"}}'] == 1
             assert found[f'cubroker_fetch_seconds_count{{pool="{name}"}}'] == 1
             eventually(lambda: figures(port)["cubroker_export_readers"] == 0, "the reader to end")
             found = figures(port)
             assert found["cubroker_export_connections"] == 1
+            assert found["cubroker_export_drafts"] == 0
             assert found[f'cubroker_export_read_bytes_total{{pool="{name}"}}'] == done["nbytes"]
             assert found[f'cubroker_export_versions_total{{pool="{name}"}}'] == 1
 
@@ -318,7 +341,6 @@ def test_figures_and_a_reload_of_services_that_export_and_follow(
             exporter.process.send_signal(signal.SIGHUP)
             eventually(lambda: "the certificates were read again" in exporter.log(), "the reload")
 
-            eventually(lambda: f" has left {name}@2" in exporter.log(), "the look at what it has published itself")
             assert exporter.stop() == 0
             said = told(manager)
             assert [each for each in said if each != "STATUS=exporting"] == [
