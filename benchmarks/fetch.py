@@ -3,7 +3,9 @@
 The exporter and the process that fetches run on this machine. On GPUs one broker has the first and one the last GPU,
 NIXL chooses what goes between them, unless ``UCX_TLS`` does, and the bound is a plain copy between them. On host
 devices the two brokers are in network namespaces of their own, joined by a link whose rate the kernel limits, and the
-bound is a stream of bytes through a socket over the same link; that takes root, ``ip`` and ``tc``.
+bound is a stream of bytes through a socket over the same link; that takes root, ``ip`` and ``tc``. There, three hosts
+also fetch at once from a fourth one: by turns with exporters of their own, by which they pass on what they have, and
+without.
 
 Rows need NIXL (``cubroker[nixl]``), and are left out without.
 """
@@ -15,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -74,7 +76,8 @@ def measure(plan: Plan) -> list[Figure]:
     if find_spec("nixl_cu13") is None and find_spec("nixl") is None:
         return []
     if not plan.gpu:
-        return [figure for name, nbytes in LINKS.items() for figure in _over_link(name, nbytes)]
+        single = [figure for name, nbytes in LINKS.items() for figure in _over_link(name, nbytes)]
+        return [*single, *_together(*next(iter(LINKS.items())))]
     plan = replace(plan, nbytes=min(plan.nbytes, MOST))
     return [figure for share in SHARES for figure in _between_gpus(plan, share)]
 
@@ -120,6 +123,59 @@ def _stream(one: Host, two: Host, nbytes: int) -> float:
         port = sender.stdout.readline().strip()
         receive = [*two.before, sys.executable, "-c", RECEIVE, one.address, port, str(nbytes)]
         return float(subprocess.run(receive, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+# -- several hosts at once -----------------------------------------------------------------------------
+
+
+def _together(name: str, nbytes: int) -> list[Figure]:
+    """Have three hosts fetch at once from a fourth one."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return []
+    from tests import cluster  # whose hosts are namespaces
+
+    rate = name.removesuffix("/s").replace(" ", "").lower()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    sent: dict[bool, list[float]] = {False: [], True: []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cluster.network(4, Path(folder), rate=rate, devices="host:1@1GiB") as (
+            one,
+            *others,
+        ),
+    ):
+        with Broker(one.broker.directory) as broker, broker.create(POOL, one_allocation(nbytes)) as draft:
+            draft.seal(digest=True)
+        with one.exporting():
+            for number in range(1 + ROUNDS):
+                for passing_on in (False, True):
+                    before = one.sent()
+                    took = _fetched(one, others, passing_on=passing_on)
+                    if number:
+                        seconds[passing_on].append(took)
+                        sent[passing_on].append((one.sent() - before) / nbytes)
+    what = f"{nbytes / 1e9:.3g} GB to three hosts, processes started, everything included"
+    ways = {False: "only the first host exports", True: "each passes on what it has"}
+    at_once = f"{name}, three hosts at once"
+    return [
+        *(median(f"{at_once}, {way}: until the last has it", seconds[key], "s", what) for key, way in ways.items()),
+        *(median(f"{at_once}, {way}: sent by the first ÷ size", sent[key], "", "") for key, way in ways.items()),
+    ]
+
+
+def _fetched(one: Host, others: Sequence[Host], *, passing_on: bool) -> float:
+    """Have hosts fetch at once, with exporters of their own if they pass on; return the seconds that it took."""
+    with ExitStack() as undo:
+        for host in others if passing_on else ():
+            undo.enter_context(host.exporting())
+        peers = ",".join(host.address for host in (one, *others)) if passing_on else one.address
+        began = perf_counter()
+        processes = [host.fetching(POOL, "--from", peers, "--wait", "60") for host in others]
+        told = [process.communicate() for process in processes]
+        took = perf_counter() - began
+    if failed := [why for process, (_, why) in zip(processes, told, strict=True) if process.returncode]:
+        raise RuntimeError(f"a fetch failed: {failed}")
+    return took
 
 
 # -- between GPUs --------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 ``exporter`` serves, with a ``source_process`` for each peer; ``fetch`` fetches, by a ``fetch_process``. They speak
 ``messages`` over TLS (``connection``, ``identity``, ``certificates``), and an ``engine`` moves the bytes. ``sources``
-decides where they come from, and ``peers`` finds hosts.
+decides where they come from, ``peers`` finds hosts, and by ``announcements`` a fetch has the exporter of its host pass
+on what it has.
 
 Imports ``client`` and ``protocol``; imported by users and ``cli``.
 """

@@ -61,11 +61,13 @@ def fetch(
 ) -> Fetched:
     """Fetch a version of a pool from other hosts, and publish it as the next version of the pool of that name here.
 
-    Its bytes are those of the source: a digest of every allocation is compared, and published with it.
+    Its bytes are those of the source: a digest of every allocation is compared, and published with it. What is there
+    is passed on to other hosts meanwhile, if an exporter runs on this one.
 
     Args:
         name: the pool, there and here.
-        sources: the hosts that may have it: ``HOST``, ``HOST:PORT``, or a name that has many addresses.
+        sources: the hosts that may have it, or fetch it at the same time: ``HOST``, ``HOST:PORT``, or a name that has
+            many addresses. This host itself is left out.
         version: which one, by its number at the first of these sources that has it; by default the current one. Other
             sources are read from if they have the same bytes.
         directory: that of this host's broker; by default where clients find it.
@@ -89,6 +91,7 @@ def fetch(
         OverQuota: every source that has it has as many readers as it may.
         Corrupted: what came is not what the sources have, twice.
         Unavailable: no source can be reached, or all were lost; or the process of the transfer ended.
+        Invalid: this host itself is the only source.
         Unsupported: the engine is not installed here (``cubroker[nixl]``).
         CubrokerError: of the broker, as :meth:`cubroker.Broker.create` says. No error leaves anything of the draft.
     """
