@@ -544,6 +544,7 @@ TODAY = sampling.daily(
     4,
     always=[
         test_a_version_goes_from_host_to_host_and_each_can_export_it.__name__,
+        test_hosts_that_fetch_at_once_pass_on_what_they_have.__name__,
         test_a_source_that_is_killed_is_replaced_in_the_middle.__name__,
     ],
 )
