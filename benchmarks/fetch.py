@@ -51,6 +51,9 @@ MOST = 10**9
 LINKS = {"200 Mbit/s": 64 << 20, "1 Gbit/s": 256 << 20}
 """Limits of links, and bytes of the pools that go over them."""
 
+TOGETHER = "100 Mbit/s", 128 << 20
+"""The same for several hosts at once: so slow that bytes take longer than processes, which share this machine."""
+
 RECEIVE = """
 import socket, sys, time
 connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
@@ -77,7 +80,7 @@ def measure(plan: Plan) -> list[Figure]:
         return []
     if not plan.gpu:
         single = [figure for name, nbytes in LINKS.items() for figure in _over_link(name, nbytes)]
-        return [*single, *_together(*next(iter(LINKS.items())))]
+        return [*single, *_together(*TOGETHER)]
     plan = replace(plan, nbytes=min(plan.nbytes, MOST))
     return [figure for share in SHARES for figure in _between_gpus(plan, share)]
 
@@ -147,13 +150,11 @@ def _together(name: str, nbytes: int) -> list[Figure]:
         with Broker(one.broker.directory) as broker, broker.create(POOL, one_allocation(nbytes)) as draft:
             draft.seal(digest=True)
         with one.exporting():
-            for number in range(1 + ROUNDS):
+            for _ in range(ROUNDS):
                 for passing_on in (False, True):
                     before = one.sent()
-                    took = _fetched(one, others, passing_on=passing_on)
-                    if number:
-                        seconds[passing_on].append(took)
-                        sent[passing_on].append((one.sent() - before) / nbytes)
+                    seconds[passing_on].append(_fetched(one, others, passing_on=passing_on))
+                    sent[passing_on].append((one.sent() - before) / nbytes)
     what = f"{nbytes / 1e9:.3g} GB to three hosts, processes started, everything included"
     ways = {False: "only the first host exports", True: "each passes on what it has"}
     at_once = f"{name}, three hosts at once"
@@ -175,6 +176,9 @@ def _fetched(one: Host, others: Sequence[Host], *, passing_on: bool) -> float:
         took = perf_counter() - began
     if failed := [why for process, (_, why) in zip(processes, told, strict=True) if process.returncode]:
         raise RuntimeError(f"a fetch failed: {failed}")
+    for host in others:  # or they would have it the next time
+        with Broker(host.broker.directory) as broker:
+            broker.retire(POOL)
     return took
 
 
