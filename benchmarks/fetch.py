@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from benchmarks import model_weights
 from benchmarks.harness import SHARES, one_allocation, run_alone, seconds, serving
 from benchmarks.options import Plan
-from benchmarks.replicate import plain_copy
+from benchmarks.replicate import direct, plain_copy
 from benchmarks.report import Figure, median
 from cubroker import driver
 from cubroker.client import Broker
@@ -234,10 +234,10 @@ def _exporting(directory: Path, folder: Path) -> Iterator[str]:
 
 
 def _plain_copy(plan: Plan) -> float:
-    """Return the rate of a plain copy from the first device to the last."""
+    """Return the rate of a plain copy from the first device to the last, which has direct access to it."""
     opened = driver.load(plan.devices)
-    contexts = [opened.context(opened.devices[at].index) for at in (0, -1)]
-    with plain_copy(contexts[0], contexts[-1], plan.nbytes) as copy:
+    first, last = (opened.context(opened.devices[at].index) for at in (0, -1))
+    with direct(opened, last, first), plain_copy(first, last, plan.nbytes) as copy:
         copy()
         return plan.nbytes / seconds(copy) / 1e9
 
