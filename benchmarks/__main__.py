@@ -59,7 +59,7 @@ def main() -> None:
     try:
         for name, measure in ALL.items():
             began = perf_counter()
-            results[name] = measure(plan)
+            results[name] = list(measure(plan))
             print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
     finally:
         status = publish(plan, results)  # if one fails, the results of those before it

@@ -13,6 +13,7 @@ import os
 import pickle
 import statistics
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -46,43 +47,43 @@ TOGETHER = 0.1
 """Seconds from the call of many workers to the moment at which they begin."""
 
 
-def measure(plan: Plan) -> list[Figure]:
+def measure(plan: Plan) -> Iterator[Figure]:
     """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
-    figures = [figure for share in SHARES for figure in _through_cubroker(plan, tensors, what, share)]
+    whole: dict[str, float] = {}
+    for share in SHARES:
+        for figure in _through_cubroker(plan, tensors, what, share):
+            whole.setdefault(share, figure.value)
+            yield figure
     if plan.gpu:
-        whole, opened = figures[0].value, _through_torch(tensors, max(3, plan.rounds // 10))
-        figures += [
-            median("torch CUDA IPC: export", (one for one, _ in opened), "ms", what),
-            median("torch CUDA IPC: rebuild", (other for _, other in opened), "ms", what),
-            median("torch CUDA IPC: both", map(sum, opened), "ms", what),
-        ]
-        figures.append(Figure("torch CUDA IPC ÷ attach, ipc", figures[-1].value / whole, "", "of the medians"))
-    return figures
+        opened = _through_torch(tensors, max(3, plan.rounds // 10))
+        both = median("torch CUDA IPC: both", map(sum, opened), "ms", what)
+        yield median("torch CUDA IPC: export", (one for one, _ in opened), "ms", what)
+        yield median("torch CUDA IPC: rebuild", (other for _, other in opened), "ms", what)
+        yield both
+        yield Figure("torch CUDA IPC ÷ attach, ipc", both.value / whole["ipc"], "", "of the medians")
 
 
-def _through_cubroker(plan: Plan, tensors: model_weights.Tensors, what: str, share: str) -> list[Figure]:
+def _through_cubroker(plan: Plan, tensors: model_weights.Tensors, what: str, share: str) -> Iterator[Figure]:
     with serving(plan.devices) as server, Broker(server.directory) as broker:
         with broker.create(POOL, Layout.pack(tensors), share=share) as draft:
             draft[MARKED].copy_from_bytes(_mark(draft[MARKED].nbytes))
             draft.seal()
         times: list[tuple[float, float]] = answer_of(attach_repeatedly, server.directory, plan.gpu, plan.rounds)
+        yield median(f"{share}: attach() to a state dict of all tensors", map(sum, times), "ms", what)
+        yield median(f"{share}: of which attach()", (attached for attached, _ in times), "ms")
+        yield median(f"{share}: of which the state dict", (viewed for _, viewed in times), "ms")
         fresh = [_fresh(plan, server.directory) for _ in range(1 + max(3, plan.few))][1:]
+        yield median(f"{share}: fresh worker, import of cubroker to a state dict", map(sum, fresh), "ms", what)
+        for step, step_times in zip(STEPS, zip(*fresh, strict=True), strict=True):
+            yield median(f"{share}: fresh worker, of which {step}", step_times, "ms")
         count = 32 if plan.gpu else 8
         crowd = _at_once(plan, server.directory, count)
-    return [
-        median(f"{share}: attach() to a state dict of all tensors", map(sum, times), "ms", what),
-        median(f"{share}: of which attach()", (attached for attached, _ in times), "ms"),
-        median(f"{share}: of which the state dict", (viewed for _, viewed in times), "ms"),
-        median(f"{share}: fresh worker, import of cubroker to a state dict", map(sum, fresh), "ms", what),
-        *(
-            median(f"{share}: fresh worker, of which {step}", step_times, "ms")
-            for step, step_times in zip(STEPS, zip(*fresh, strict=True), strict=True)
-        ),
-        median(f"{share}: {count} workers at once, the last has its state dict", map(max, crowd), "ms", what),
-        median(f"{share}: {count} workers at once, of which half have theirs", map(statistics.median, crowd), "ms"),
-    ]
+        yield median(f"{share}: {count} workers at once, the last has its state dict", map(max, crowd), "ms", what)
+        yield median(
+            f"{share}: {count} workers at once, of which half have theirs", map(statistics.median, crowd), "ms"
+        )
 
 
 def _fresh(plan: Plan, directory: Path) -> list[float]:

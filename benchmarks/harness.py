@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -197,9 +197,17 @@ def one_allocation(nbytes: int) -> Layout:
     return Layout.pack([("x", "U8", (nbytes,))])
 
 
-def run_alone(measure: Callable[[Plan], list[Figure]]) -> None:
-    """Parse the command line, run one benchmark, and publish its figures under the module's name."""
+def run_alone(measure: Callable[[Plan], Iterable[Figure]]) -> None:
+    """Parse the command line, run one benchmark, and publish its figures under the module's name.
+
+    If it fails, or is interrupted, it publishes those that it has.
+    """
     name = Path(sys.argv[0]).stem
     plan = parse(f"python -m benchmarks.{name}")
-    if status := publish(plan, {name: measure(plan)}):
+    figures: list[Figure] = []
+    try:
+        figures.extend(measure(plan))
+    finally:
+        status = publish(plan, {name: figures})
+    if status:
         sys.exit(status)

@@ -39,40 +39,41 @@ class Turn(NamedTuple):
     copying: float
 
 
-def measure(plan: Plan) -> list[Figure]:
+def measure(plan: Plan) -> Iterator[Figure]:
     """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     size = model_weights.total(tensors)
     with model_weights.in_memory(tensors) as path:
         runs = _runs(plan, path, size, AUTO)
+        firsts, later = [run[0] for run in runs], [turn for run in runs for turn in run[1:]]
+        rates = [size / turn.whole / 1e9 for turn in later]
+        yield from _of_turns(firsts, later, size, f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}")
         by_handle = [turn for run in _runs(plan, path, size, IPC) for turn in run[1:]]
+        yield median("ipc: load ÷ pinned buffer: all of it", (t.pinned / t.whole for t in by_handle), "", PAIRS, "more")
         others = _others(plan, path, size, tensors[0][0])
-    firsts, later = [run[0] for run in runs], [turn for run in runs for turn in run[1:]]
-    where = f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}"
-    rates = [size / turn.whole / 1e9 for turn in later]
-    return [
-        median("pinned host buffer to device", (size / turn.pinned / 1e9 for turn in firsts + later), "GB/s"),
-        median("load: reading and copying", (size / turn.copying / 1e9 for turn in later), "GB/s", where),
-        median("load: all of it, to the published version", rates, "GB/s", "with pinning, clearing, sealing"),
-        median("load: all of it", (turn.whole for turn in later), "s"),
-        median("load: all of it, first call of a process", (turn.whole for turn in firsts), "s", "the context is up"),
-        *others.values(),
-        median("load ÷ pinned buffer: reading and copying", (t.pinned / t.copying for t in later), "", PAIRS, "more"),
-        median("load ÷ pinned buffer: all of it", (t.pinned / t.whole for t in later), "", PAIRS, "more"),
-        median(
-            "load ÷ pinned buffer: all of it, first call of a process",
-            (t.pinned / t.whole for t in firsts),
-            "",
-            PAIRS,
-            "more",
-        ),
-        median("ipc: load ÷ pinned buffer: all of it", (t.pinned / t.whole for t in by_handle), "", PAIRS, "more"),
-        *(
-            Figure(f"load ÷ {title}: all of it", middle(rates) / other.value, "", "of the medians", better="more")
-            for title, other in others.items()
-            if other.value
-        ),
-    ]
+    yield from others.values()
+    for title, other in others.items():
+        if other.value:
+            yield Figure(f"load ÷ {title}: all of it", middle(rates) / other.value, "", "of the medians", better="more")
+
+
+def _of_turns(firsts: list[Turn], later: list[Turn], size: int, where: str) -> Iterator[Figure]:
+    yield median("pinned host buffer to device", (size / turn.pinned / 1e9 for turn in firsts + later), "GB/s")
+    yield median("load: reading and copying", (size / turn.copying / 1e9 for turn in later), "GB/s", where)
+    yield median(
+        "load: all of it, to the published version",
+        (size / turn.whole / 1e9 for turn in later),
+        "GB/s",
+        "with pinning, clearing, sealing",
+    )
+    yield median("load: all of it", (turn.whole for turn in later), "s")
+    yield median("load: all of it, first call of a process", (turn.whole for turn in firsts), "s", "the context is up")
+    ratio = "load ÷ pinned buffer"
+    yield median(f"{ratio}: reading and copying", (t.pinned / t.copying for t in later), "", PAIRS, "more")
+    yield median(f"{ratio}: all of it", (t.pinned / t.whole for t in later), "", PAIRS, "more")
+    yield median(
+        f"{ratio}: all of it, first call of a process", (t.pinned / t.whole for t in firsts), "", PAIRS, "more"
+    )
 
 
 PAIRS = "of each load and the copy before it"

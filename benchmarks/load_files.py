@@ -39,9 +39,8 @@ DIRECT = tuple(product((8, 32), (1 << 20, 8 << 20)))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def measure(plan: Plan) -> list[Figure]:
+def measure(plan: Plan) -> Iterator[Figure]:
     """Measure."""
-    figures: list[Figure] = []
     nbytes = _fitting(plan)
     less = "" if nbytes == plan.nbytes else f"not {plan.nbytes / 1e9:g}, for which there is no room; "
     shapes = (
@@ -54,15 +53,13 @@ def measure(plan: Plan) -> list[Figure]:
             turns: list[Turn] = beside_broker(plan.devices, take_turns, plan.devices, paths, total)
             what = f"{title} of {total / count / 1e9:.3g} GB in memory"
             note = f"{less}{paths[0].parents[1]}"
-            figures += [
-                median(
-                    f"load of {title}: all of it", (total / t.whole / 1e9 for t in turns), "GB/s", f"{what}; {note}"
-                ),
-                median(
-                    f"load of {title} ÷ pinned buffer: all of it", (t.pinned / t.whole for t in turns), "", "", "more"
-                ),
-            ]
-    return figures + _cold(plan, nbytes // COLD_PART)
+            yield median(
+                f"load of {title}: all of it", (total / t.whole / 1e9 for t in turns), "GB/s", f"{what}; {note}"
+            )
+            yield median(
+                f"load of {title} ÷ pinned buffer: all of it", (t.pinned / t.whole for t in turns), "", "", "more"
+            )
+    yield from _cold(plan, nbytes // COLD_PART)
 
 
 def _fitting(plan: Plan) -> int:

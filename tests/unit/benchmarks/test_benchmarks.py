@@ -102,6 +102,18 @@ def test_a_benchmark_runs_alone_and_writes_its_results(
     check(name, tmp_path)
 
 
+def test_a_benchmark_that_is_interrupted_writes_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(plan: options.Plan) -> Iterator[report.Figure]:
+        yield report.Figure("first", 1.0, "ms")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["short.py", "--devices", "host:1", "--label", "here", "--output", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        harness.run_alone(measure)
+    results = json.loads((tmp_path / "here.json").read_text())["results"]
+    assert [(figure["what"], figure["value"]) for figure in results["short"]] == [("first", 1.0)]
+
+
 @pytest.mark.slow
 def test_a_benchmark_is_a_program(tmp_path: Path) -> None:
     options = ["--devices", "host:2@64MiB", "--size", "1MB", "--rounds", "1", "--label", "A-test!", "--output"]
