@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import platform
+from pathlib import Path
 from typing import NamedTuple
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
@@ -22,6 +23,8 @@ _PIDFD_OPEN = 434  # on every architecture
 _FUTEX = 202 if platform.machine() == "x86_64" else 98  # 98 on every newer architecture
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 HUGE_PAGE = 2 << 20
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MADV_POPULATE_WRITE = 23
 _FAILED = ctypes.c_void_p(-1).value
 _ALL = 2**31 - 1
 
@@ -98,20 +101,32 @@ class HugePages:
             error = _last_error()
             self.close()
             raise error
-        _libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE)  # refused where the kernel is built without
+        #: Whether the system has huge pages; it refuses them where the kernel is built without.
+        self._huge = not _libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE) and _has_huge_pages()
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have the huge pages of a part in memory, zeroed; several threads may do so at once.
+        """Have the pages of a part in memory, zeroed; several threads may do so at once.
 
-        Each page is written to: MADV_POPULATE_WRITE would hold the lock of the process's mappings meanwhile, and what
-        maps memory in other threads would wait for all of it.
+        Each huge page is written to: MADV_POPULATE_WRITE would hold the lock of the process's mappings meanwhile, and
+        what maps memory in other threads would wait for all of it. Of small pages there are too many for that; kernels
+        before 5.14 do nothing with these.
         """
+        if not self._huge:
+            _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
+            return
         for at in range(self.pointer + offset, self.pointer + offset + nbytes, HUGE_PAGE):
             ctypes.memset(at, 0, 1)
 
     def close(self) -> None:
         """Unmap it; to be called once."""
         _libc.munmap(self._start, self._whole)
+
+
+def _has_huge_pages() -> bool:
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:
+        return False
 
 
 def _syscall(*numbers: int) -> int:

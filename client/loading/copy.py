@@ -220,27 +220,27 @@ class FileCopy(SupervisedThread[float]):
 
     def _copy_chunks(self) -> float:
         """Share the chunks among threads; return the seconds from when both the targets and the buffers are there."""
-        with WorkerThreads(len(self._counts), self._name, self._todo) as pool:
+        # The relay ends after the threads, which use it.
+        with ExitStack() as undo, WorkerThreads(len(self._counts), self._name, self._todo) as pool:
             pinning = pool.submit(self._make_staging, self._context())  # most of it without the interpreter
             chunks = self._cut()
             staging, staged = pinning.result(), time.perf_counter()
             self._todo.extend(chunks)
             if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
                 self._todo.clear()
-            with ExitStack() as undo:
-                try:
-                    copying = pool.map(partial(self._copy_some, staging), range(len(self._counts)))
-                    self._await(self._given)
-                    relay = self._start_relay(undo, chunks)
-                except BaseException:
-                    self._todo.clear()
-                    raise
-                finally:
-                    self._relay.set(None)  # if there was an error, the threads end
-                list(copying)
-                if relay and not self.dropped:
-                    relay.finish()
-                    self._relayed = True
+            try:
+                copying = pool.map(partial(self._copy_some, staging), range(len(self._counts)))
+                self._await(self._given)
+                relay = self._start_relay(undo, chunks)
+            except BaseException:
+                self._todo.clear()
+                raise
+            finally:
+                self._relay.set(None)  # if there was an error, the threads end
+            list(copying)
+            if relay and not self.dropped:
+                relay.finish()
+                self._relayed = True
         return time.perf_counter() - max(self._given_at, staged)
 
     def _start_relay(self, undo: ExitStack, chunks: Sequence[Chunk]) -> PeerCopies | None:
@@ -269,9 +269,9 @@ class FileCopy(SupervisedThread[float]):
                     while self._read_next(writer):
                         self._counts[number] += writer.send()
                         if relay:
-                            writer.pass_on(relay)
+                            relay.pass_on(writer.arrived)
                 if relay:
-                    writer.pass_on(relay)
+                    relay.pass_on(writer.arrived)
         finally:
             self._todo.clear()
 
@@ -480,6 +480,8 @@ class HostWriter:
     def __init__(self) -> None:
         self._targets: Sequence[Target] = ()
         self._read: Chunk
+        #: Chunks that are on the targets, and that nothing was done about yet.
+        self.arrived: list[Chunk] = []
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
@@ -500,11 +502,8 @@ class HostWriter:
 
     def send(self) -> int:
         """Return the bytes of the chunk, which is there."""
+        self.arrived.append(self._read)
         return self._read.nbytes
-
-    def pass_on(self, relay: PeerCopies) -> None:
-        """Have what is there passed on to other devices."""
-        relay.arrived(self._read)
 
 
 @dataclass(slots=True)
@@ -536,8 +535,8 @@ class PinnedRing:
         self._slots = [_Slot(pointer, view) for pointer, view in buffers]
         self._next_read, self._next_sent = cycle(self._slots), cycle(self._slots)
         self._streams: list[tuple[Target, Stream]] = []
-        #: Chunks that were sent, and are there.
-        self._arrived: list[Chunk] = []
+        #: As of a :class:`HostWriter`.
+        self.arrived: list[Chunk] = []
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
@@ -554,14 +553,14 @@ class PinnedRing:
             self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
             yield  # closing a stream waits for it
         self._streams = []
-        self._arrived += [slot.sent for slot in self._slots if slot.sent]
+        self.arrived += [slot.sent for slot in self._slots if slot.sent]
 
     def read(self, file: Readable, chunk: Chunk) -> None:
         """Read a chunk into the next buffer, once that is free."""
         slot = next(self._next_read)
         slot.wait()
         if slot.sent:
-            self._arrived.append(slot.sent)
+            self.arrived.append(slot.sent)
             slot.sent = None
         if chunk.has_gaps:
             chunk.clear_gaps(slot.view)
@@ -581,11 +580,6 @@ class PinnedRing:
                 slot.readers.append(copied)
         slot.sent = chunk
         return chunk.nbytes
-
-    def pass_on(self, relay: PeerCopies) -> None:
-        """Have what has come to the targets passed on to other devices."""
-        while self._arrived:
-            relay.arrived(self._arrived.pop())
 
 
 def _sources(targets: Sequence[Target]) -> Sequence[Target]:
@@ -626,7 +620,7 @@ class PeerCopies:
     ::
 
         with PeerCopies(targets, sizes, chunks) as copies:
-            copies.arrived(chunk)       # a piece is on its way to the others once all of its chunks are there
+            copies.pass_on([chunk])     # a piece is on its way to the others once all of its chunks are there
             copies.finish()
 
     Args:
@@ -657,13 +651,14 @@ class PeerCopies:
     def __exit__(self, *_: object) -> None:
         self._undo.close()  # closing a stream waits for it
 
-    def arrived(self, chunk: Chunk) -> None:
-        """Note that a chunk is on the targets that have no upstream."""
-        for piece in _pieces(chunk):
-            with self._lock:
-                self._missing[piece] -= 1
-                if not self._missing[piece]:
-                    self._begin(piece)
+    def pass_on(self, arrived: list[Chunk]) -> None:
+        """Take chunks that have come to the targets without an upstream, and begin the pieces that are whole."""
+        while arrived:
+            for piece in _pieces(arrived.pop()):
+                with self._lock:
+                    self._missing[piece] -= 1
+                    if not self._missing[piece]:
+                        self._begin(piece)
 
     def finish(self) -> None:
         """Return when every piece is everywhere; those that were not begun have all that they will have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import threading
 from collections import deque
@@ -11,13 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread, get_ident
+from typing import Any
 
 import pytest
 
 from cubroker import driver
 from cubroker.client.loading import copy, threads
 from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile, StoredTensor
-from cubroker.client.loading.copy import DirectStaging, FileCopy, HostWriter, PinnedStaging, Target, homes_of
+from cubroker.client.loading.copy import (
+    DirectStaging,
+    FileCopy,
+    HostWriter,
+    PeerCopies,
+    PinnedStaging,
+    Target,
+    homes_of,
+)
 from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
@@ -114,15 +124,25 @@ def test_every_byte_reaches_every_device_and_gaps_are_zero(
         assert lent.images() == [lent.expected(TENSORS)] * 2
 
 
+@pytest.mark.parametrize("made", ["dirty", "direct"])
 @pytest.mark.usefixtures("small_chunks")
 def test_bytes_go_on_from_device_to_device_piece_by_piece(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, made: str
 ) -> None:
-    monkeypatch.setattr(copy, "make_staging", dirty)
+    """Also where one chunk comes last, when all other threads are at their end."""
+    if made == "dirty":
+        monkeypatch.setattr(copy, "make_staging", dirty)
     monkeypatch.setattr(copy, "P2P_PIECE", 30_000)
+    monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 3)
     copies: list[int] = []
     done: list[str] = []
-    copy_in_stream, read_into = Stream.copy, CheckpointFile.read_into
+    chunks: list[copy.Chunk] = []
+    numbers = itertools.count()
+    copy_in_stream, read_into, read_plan = Stream.copy, CheckpointFile.read_into, copy.read_plan
+
+    def planning(*arguments: Any, **options: Any) -> list[copy.Chunk]:
+        chunks.extend(read_plan(*arguments, **options))
+        return chunks[:]
 
     def noting(stream: Stream, pointer: int, source: int, nbytes: int) -> None:
         copies.append(nbytes)
@@ -130,8 +150,13 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
         copy_in_stream(stream, pointer, source, nbytes)
 
     def reading(file: CheckpointFile, buffers: list[memoryview], offset: int) -> None:
+        if next(numbers) == len(chunks) - 2:
+            eventually(lambda: done.count("read") == len(chunks) - 1, "all other chunks to be read")
+            threading.Event().wait(0.1)  # for what the other threads do at their end
         read_into(file, buffers, offset)
         done.append("read")
+
+    monkeypatch.setattr(copy, "read_plan", planning)
 
     monkeypatch.setattr(Stream, "copy", noting)
     monkeypatch.setattr(CheckpointFile, "read_into", reading)
@@ -145,6 +170,47 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
     assert sum(copies) == 2 * lent.layout.nbytes
     assert len(copies) == 2 * sum(-(-size // 30_000) for size in lent.layout.allocations)
     assert "read" in done[done.index("passed on") :], "the first piece goes on while others come"
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nothing_is_passed_on_once_a_thread_has_failed_and_the_others_are_over(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy, "P2P_PIECE", 10_000)
+    monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 2)
+    over: list[str] = []
+    numbers, failed = itertools.count(), threading.Event()
+    leave, begin, read_into = PeerCopies.__exit__, PeerCopies.pass_on, CheckpointFile.read_into
+
+    def leaving(copies: PeerCopies, *error: object) -> None:
+        over.append("relay")
+        leave(copies, *error)
+
+    def passing_on(copies: PeerCopies, arrived: list[copy.Chunk]) -> None:
+        over.append("passed on")
+        begin(copies, arrived)
+
+    def reading(file: CheckpointFile, buffers: list[memoryview], offset: int) -> None:
+        number = next(numbers)
+        if number == 8:
+            failed.set()
+            raise Invalid("it became shorter")
+        if number > 8:  # the other thread's, which is still at it when the first one has failed
+            assert failed.wait(PATIENCE)
+            threading.Event().wait(0.2)
+        read_into(file, buffers, offset)
+
+    monkeypatch.setattr(PeerCopies, "__exit__", leaving)
+    monkeypatch.setattr(PeerCopies, "pass_on", passing_on)
+    monkeypatch.setattr(CheckpointFile, "read_into", reading)
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint, devices=2)
+        first, second = lent.targets
+        second = dataclasses.replace(second, upstream=first.pointers)
+        with pytest.raises(Invalid, match="it became shorter"):
+            copy_checkpoint(checkpoint, lent.layout, [first, second])
+    assert over[-1] == "relay"
+    assert over.count("relay") == 1
 
 
 @pytest.mark.usefixtures("small_chunks")
