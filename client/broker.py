@@ -121,7 +121,7 @@ class Broker(Reconnecting):
             Retired: the version was retired, or given up by its writer.
             Denied: the pool's mode keeps this user from reading it, or will after the seal; or it is not ``owner``'s.
             Unsupported: an owner is asked for, or a draft, and the broker is too old to heed that; or it is a draft
-                that its readers may write.
+                that its readers may write, or an ``ipc`` one of another user, which they could.
             OverQuota: this session, or this user, holds as many leases as it may.
             TimedOut: it was not published in ``wait`` seconds.
             Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``,

@@ -258,7 +258,7 @@ class Attach(Message, frozen=True):
     peers: Peers = ()
     #: Users one of whom must own the pool, unless the client's user does; without any, every owner is accepted.
     owners: Users = ()
-    #: Whether ``version``, which is named, may be a draft that has its memory, as long as its readers cannot write it.
+    #: Whether ``version``, which is named, may be a draft that has its memory; not one that other users could write.
     unsealed: bool = False
 
     ADDED: ClassVar = {"owners": Since(OWNED), "unsealed": Since(UNSEALED)}

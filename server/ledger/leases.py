@@ -29,13 +29,14 @@ from cubroker.protocol.errors import (
     Unavailable,
     Unsupported,
 )
-from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, MULTICAST
+from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
 from cubroker.server.ledger import error_text, events, memory
 from cubroker.server.ledger.access import (
     can_publish,
     can_read,
     can_read_draft,
     can_read_history,
+    is_privileged,
     reserved_prefix,
     visible_past,
 )
@@ -194,6 +195,13 @@ def _check_draft(tables: Tables, session: Session, draft: Version) -> None:
         raise Unsupported(
             f"{draft.label} cannot be attached to before its seal: its readers will write it, and until then its writer"
             f" alone may; wait for it to be sealed"
+        )
+    writer = draft.holders[draft.writer_lease].session
+    if draft.share == IPC and session.uid != writer.uid and not is_privileged(tables, session):
+        raise Unsupported(
+            f"{draft.label} cannot be attached to before its seal by user {session.uid}: it is shared as {IPC}, so its"
+            f" readers could write it, and its digests are still to be computed; wait for it to be sealed, or have it"
+            f" created with share={VMM!r}"
         )
 
 
@@ -376,7 +384,8 @@ def own_draft(session: Session, lease: int, what: str = "be sealed") -> Lease:
         why = version.why
         raise Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
     if version.state is not VersionState.DRAFT:
-        raise Invalid(f"lease {lease} is on {version.label}, which is published; only a draft can {what}")
+        state = "given up by its writer" if version.lent else "published"
+        raise Invalid(f"lease {lease} is on {version.label}, which is {state}; only a draft can {what}")
     if not found.writes:
         raise Invalid(f"lease {lease} reads {version.label}, a draft; it can {what} by its writer's lease alone")
     return found

@@ -434,6 +434,9 @@ class Model(Facts):
             raise Refusal("denied")
         if draft and version.body.writable:
             raise Refusal("unsupported")
+        others = draft and version.writer is not None and version.writer.session.uid != session.uid
+        if others and version.body.share == "ipc" and not self.administers(session.uid, verified=session.verified):
+            raise Refusal("unsupported")
         draining.check(self, durable=bool(version.body.durable))
         homes = list(version.homes)
         if uuid is None and len(homes) > 1 and version.body.plan is None:

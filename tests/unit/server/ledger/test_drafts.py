@@ -37,10 +37,9 @@ def reads(session: int, request: int, version: int = 1, *, name: str = "a", wait
 
 @pytest.fixture
 def story() -> Iterator[Story]:
-    """Session 1 writes a@1 on GPU-0 (ticket 1, lease 1); 2 is of the same user, 3 and 4 are of another."""
+    """Session 1 writes a@1 on GPU-0 (ticket 1, lease 1); 2 to 4 are of the same user."""
     story = Story(store=100)
-    story.joins(1, 2)
-    story.joins(3, 4, uid=BOB)
+    story.joins(1, 2, 3, 4)
     story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (handle(1),)))
     yield story
     story.end()
@@ -177,18 +176,37 @@ def test_a_draft_that_is_allocated_is_waited_for(story: Story) -> None:
 
 
 def test_a_reader_needs_the_mode_that_the_pool_has_and_the_one_that_it_will_have(story: Story) -> None:
+    story.joins(5, uid=BOB)
     story.quietly(asks(1, 2, m.Seal(1)))
     story.quietly(creates(1, 3, "a", MIB, mode=0o600), e.Allocated(2, (handle(2),)))
-    story >> attaches(3, 1, "a")
-    story << attached(3, 1, 3, "a", 1, ticket=1)
-    story >> reads(3, 2, 2)
-    story << refused(3, 2, "denied", "user 1002 may not attach to a@2 before its seal", "ask its owner")
+    story >> attaches(5, 1, "a")
+    story << attached(5, 1, 3, "a", 1, ticket=1)
+    story >> reads(5, 2, 2)
+    story << refused(5, 2, "denied", "user 1002 may not attach to a@2 before its seal", "ask its owner")
     story >> reads(2, 1, 2)
     story << attached(2, 1, 4, "a", 2, ticket=2)
     story.quietly(asks(1, 4, m.Seal(2)))
     story.quietly(creates(1, 5, "a", MIB, mode=0o644), e.Allocated(3, (handle(3),)))
-    story >> reads(3, 3, 3)
-    story << refused(3, 3, "denied", "user 1002 may not attach to a")
+    story >> reads(5, 3, 3)
+    story << refused(5, 3, "denied", "user 1002 may not attach to a")
+
+
+def test_memory_that_its_readers_could_write_is_read_before_the_seal_by_its_writers_user_alone() -> None:
+    story = Story(store=100)
+    story.joins(1, 2)
+    story.joins(3, uid=BOB)
+    story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (handle(1),)))
+    story >> reads(3, 1)
+    words = ("a@1 cannot be attached to before its seal by user 1002", "it is shared as ipc", "share='vmm'")
+    story << refused(3, 1, "unsupported", *words)
+    story >> reads(2, 1)
+    story << attached(2, 1, 2, "a", 1, ticket=1)
+    story >> asks(1, 2, m.Seal(1))
+    story << answer(1, 2, m.Sealed(1))
+    story >> attaches(3, 2, "a")
+    story << attached(3, 2, 3, "a", 1, ticket=1)
+    story.quietly(creates(1, 3, "b", MIB, share="vmm"), e.Allocated(2, (m.DESCRIPTOR,)), reads(3, 3, name="b"))
+    assert [(each.name, each.leases) for each in story.tells(1, m.ListPools(), m.Pools).pools] == [("a", 2), ("b", 2)]
 
 
 def test_readers_of_what_they_will_write_wait_for_its_seal(story: Story) -> None:
@@ -216,7 +234,7 @@ def test_a_readers_lease_counts_for_its_quota_and_none_is_granted_by_a_broker_th
     story = Story(policy=Policy(quotas={BOB: READ_ONLY}), limits=Limits(leases=2))
     story.joins(1)
     story.joins(3, uid=BOB)
-    story.quietly(creates(1, 1, "a", MIB), e.Allocated(1, (handle(1),)), reads(1, 2), reads(3, 1))
+    story.quietly(creates(1, 1, "a", MIB, share="vmm"), e.Allocated(1, (m.DESCRIPTOR,)), reads(1, 2), reads(3, 1))
     for session in (1, 3):
         story >> reads(session, 9)
         story << refused(session, 9, "over_quota", "leases")
@@ -226,7 +244,7 @@ def test_a_readers_lease_counts_for_its_quota_and_none_is_granted_by_a_broker_th
     story >> reads(3, 3)
     story << refused(3, 3, "unavailable", "lends nothing new")
     story >> asks(1, 3, m.Seal(1))
-    story << answer(1, 3, m.Sealed(1))
+    story << e.CancelFds(1, 1) << answer(1, 3, m.Sealed(1))
 
 
 def test_the_next_broker_knows_which_lease_writes_and_that_the_draft_was_lent() -> None:
