@@ -305,7 +305,8 @@ class Exporter:
         except asyncio.IncompleteReadError:
             pass  # it closed the connection; how far it had come is told with its end
         except (TimeoutError, OSError) as error:
-            if peer.opened or peer.watches:
+            left = peer.news and isinstance(error, ConnectionError)  # before it has heard all; its end is told below
+            if (peer.opened or peer.watches) and not left:
                 log.warning("%s is gone: %s", peer, str(error) or "it says nothing, or does not take what is said")
         except CubrokerError as error:
             log.warning("%s is cut off: %s", peer, error.message)

@@ -135,6 +135,20 @@ def test_the_readers_of_a_draft_that_is_discarded_are_told_and_its_memory_goes_w
         connection.ask(Open(name, 1), ExportedVersion)
 
 
+def test_a_reader_that_leaves_before_it_has_heard_all_is_no_fault(
+    serving: Serving, directory: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fetching(directory, name) as this:
+        announced(serving)
+        for have in (0b01, 0b10, 0b11):
+            with serving.connect() as connection:
+                connection.ask(Open(name, 1), ExportedVersion, 60.0)
+                this.have = have
+                eventually(connection.pending, "what is there")
+            eventually(lambda: serving.meter.connections == 0, "its end")
+    assert "is gone" not in caplog.text
+
+
 def test_a_peer_that_knows_nothing_of_parts_is_offered_none(
     serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
