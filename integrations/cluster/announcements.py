@@ -35,7 +35,8 @@ from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import NEWS, Announce, Available, Going
 from cubroker.integrations.cluster.sources import cut, piece_size
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Retired
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Retired, Unsupported
+from cubroker.protocol.messages import IPC
 from cubroker.protocol.status import PoolInfo
 
 log = logging.getLogger(__name__)
@@ -319,6 +320,8 @@ class Announcements:
         fits = len(announced.digests) == len(layout.allocations) and announced.piece == piece_size(layout.nbytes)
         if info.state != "draft" or info.sharded or not fits or announced.algorithm != digests.DEFINITION:
             raise Invalid(f"{announced.name}@{announced.version} is no draft that can be passed on")
+        if info.share == IPC and os.geteuid() not in (ROOT, broker.uid, info.owner):  # the broker lends it to no other
+            raise Unsupported(f"{announced.name}@{announced.version} is `ipc`, and is passed on once it is published")
         return AnnouncedDraft(
             name=announced.name,
             version=announced.version,

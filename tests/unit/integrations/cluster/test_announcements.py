@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pwd
 import socket
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from cubroker.integrations.cluster.messages import (
     Progress,
 )
 from cubroker.integrations.cluster.sources import UNIT
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.integrations.cluster.hosts import LAYOUT, Certificates, Serving, exporting, here, leases, publish
 
@@ -269,6 +270,18 @@ def test_what_cannot_be_passed_on_is_refused(serving: Serving, directory: Path, 
         draft.seal()
     with pytest.raises(Invalid, match="is no draft that can be passed on"):
         told(directory, announcement(directory, name, 1))
+
+
+def test_an_ipc_draft_is_passed_on_by_its_writer_s_exporter_or_root_s(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To others the broker does not lend it: its readers could write it."""
+    with Broker(directory) as broker, broker.create(name, LAYOUT, share="ipc") as draft:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 12345)
+            with pytest.raises(Unsupported, match=f"{name}@1 is `ipc`, and is passed on once it is published"):
+                told(directory, announcement(directory, name, draft.version))
+        assert told(directory, announcement(directory, name, draft.version)) == Going()
 
 
 def test_a_draft_is_announced_once(serving: Serving, directory: Path, name: str) -> None:
