@@ -650,6 +650,10 @@ class PeerCopies:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()  # closing a stream waits for it
+        self._targets, self._copiers = (
+            (),
+            [],
+        )  # to refer to them would keep the draft's memory, as a traceback does this
 
     def pass_on(self, arrived: list[Chunk]) -> None:
         """Take chunks that have come to the targets without an upstream, and begin the pieces that are whole."""
