@@ -71,6 +71,8 @@ REPORT = 0.1
 LEAVE = 15.0
 """Seconds that the threads have to end."""
 
+STUCK = "a source's engine does not end; nothing was published"
+
 SHOWN = 5
 """Hosts whose errors are told one by one."""
 
@@ -369,6 +371,14 @@ class SourceChoice:
                 source.leave()
                 self.lost(Lost(source, Unavailable(f"{source.address} could not be read from within {patience:g} s")))
 
+    def leave_late(self, filling: Filling) -> None:
+        """Leave sources that still write what others have brought; return when none writes, as :meth:`end` does."""
+        for number in filling.writing:
+            source = self._started[number]
+            self.lost(Lost(source, Unavailable(f"{source.address} was slower than others")))
+        if not filling.wait(LEAVE):
+            _end(STUCK)
+
     def end(self) -> None:
         """Have all threads end, and return when those have that write; end this process if one does not.
 
@@ -381,7 +391,7 @@ class SourceChoice:
         deadline = time.monotonic() + LEAVE
         writing = [source for source in self._started if source.writing]
         if not all(source.join(max(0.0, deadline - time.monotonic())) for source in writing):
-            _end("a source's engine does not end; nothing was published")
+            _end(STUCK)
 
     def why(self) -> CubrokerError:
         """Return the reason why there is no source, of the kind that tells most, with what each host says."""
@@ -505,15 +515,26 @@ class Fetch:
         finally:
             self._sources.end()  # before anything is unmapped
             filling.close()
-        filling.check_doubled()
         targets = [target_of(replica) for replica in draft.replicas]
         copy_between_devices(targets, [place.nbytes for place in opened.places])
         return filling.from_parts
 
     def _complete(self, filling: Filling) -> None:
-        """Return when every allocation is there and has its digest."""
+        """Return when every allocation is there and has its digest, and no source writes any more."""
         whole: set[tuple[int, int]] = set()
         wrong: set[tuple[int, int]] = set()
+        while True:
+            self._bring(filling, whole, wrong)
+            self._sources.leave_late(filling)
+            if not (overwritten := filling.overwritten()):
+                break
+            whole.difference_update(overwritten)
+            for each in overwritten:
+                self._read_again(each, filling, wrong)
+        self._report(*filling.progress)
+
+    def _bring(self, filling: Filling, whole: set[tuple[int, int]], wrong: set[tuple[int, int]]) -> None:
+        """Return when every allocation is there and was once found to have its digest."""
         alive = moved = time.monotonic()
         before = 0
         while len(whole) < filling.allocations:
@@ -542,7 +563,6 @@ class Fetch:
                     f"{self._order.name} cannot be fetched: no host that is left has all of it, and nothing more has"
                     f" come from their parts for {self._order.patience:g} s; {done} of {total} bytes are here"
                 )
-        self._report(*filling.progress)
 
     def _read_again(self, found: Wrong, filling: Filling, wrong: set[tuple[int, int]]) -> None:
         """Have an allocation brought again that is not what it should be, by other sources if there are any.
@@ -552,8 +572,8 @@ class Fetch:
         """
         replica, allocation = found
         error = Corrupted(f"allocation {allocation} of {self._order.name} came with other bytes than it has")
-        brought = filling.again(found)
-        if self._sources.distrust(brought, error) or self._sources.drop(brought, error):
+        wrote = filling.again(found)
+        if self._sources.distrust(wrote, error) or self._sources.drop(wrote, error):
             return
         if (replica, allocation) in wrong:
             raise Corrupted(

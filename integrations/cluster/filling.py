@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from random import Random
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import NamedTuple, TypeAlias
 
 from cubroker.client import Draft, digests
@@ -14,7 +14,7 @@ from cubroker.client.loading.copy import at_address
 from cubroker.integrations.cluster.engine import MemoryRegion
 from cubroker.integrations.cluster.messages import ExportedVersion
 from cubroker.integrations.cluster.sources import Striping, VersionPiece, cut
-from cubroker.protocol.errors import Corrupted, CubrokerError, Unavailable
+from cubroker.protocol.errors import CubrokerError, Unavailable
 
 
 class Whole(NamedTuple):
@@ -55,6 +55,8 @@ class Filling:
         self._opened = opened
         self._report = report
         self._lock = Lock()
+        #: Notified when a source has ended a piece, or itself.
+        self._ended = Condition(self._lock)
         self._over = False
         #: Of the first device that is read into.
         self.context = draft.replicas[0].context
@@ -139,11 +141,13 @@ class Filling:
             whole = self._striping.end(source, piece, time.monotonic())
             if self._striping.nbytes > before:  # else another source was faster
                 self._checks.put((piece, whole))
+            self._ended.notify_all()
 
     def lose(self, source: int) -> None:
         """See :meth:`Striping.lose`."""
         with self._lock:
             self._striping.lose(source)
+            self._ended.notify_all()
 
     def silent(self, source: int) -> float:
         """See :meth:`Striping.silent`."""
@@ -161,18 +165,30 @@ class Filling:
         with self._lock:
             return self._striping.again(*wrong)
 
-    def check_doubled(self) -> None:
-        """Check again what two sources have brought, once neither writes any more; raises ``Corrupted``.
+    @property
+    def writing(self) -> set[int]:
+        """See :attr:`Striping.writing`."""
+        with self._lock:
+            return self._striping.writing
 
-        A piece that one source did not bring in time was read from another one. Its first copy was checked, and the
+    def wait(self, limit: float) -> bool:
+        """Wait up to ``limit`` seconds until no source writes; returns whether that is so."""
+        with self._ended:
+            return self._ended.wait_for(lambda: not self._striping.writing, limit)
+
+    def overwritten(self) -> list[Wrong]:
+        """Compare once more, while no source writes, what two sources have brought; returns what is not as it was.
+
+        A piece that one source did not bring in time was read from another one. Its first copy was compared, and the
         second may have come after that.
         """
-        for replica, allocation in self._striping.doubled:
-            (found,) = digests.compute("what was fetched", [self._ranges[replica][allocation]]).values()
-            if found != self._opened.places[allocation].digest:
-                raise Corrupted(
-                    f"allocation {allocation} of {self._opened.name} was overwritten by a source that has other bytes"
-                )
+        found = []
+        for key in [*self._striping.late]:
+            if self._digest(*key) == self._opened.places[key[1]].digest:
+                del self._striping.late[key]
+            else:
+                found.append(Wrong(*key))
+        return found
 
     def close(self) -> None:
         """End the thread that computes digests."""
@@ -200,6 +216,10 @@ class Filling:
         if self._host:
             found = self._sums[replica, allocation].finish(place.nbytes)
         else:
-            (found,) = digests.compute("what was fetched", [self._ranges[replica][allocation]]).values()
+            found = self._digest(replica, allocation)
         kind = Whole if found == place.digest else Wrong
         self._report(kind(replica, allocation))
+
+    def _digest(self, replica: int, allocation: int) -> bytes:
+        (found,) = digests.compute("what was fetched", [self._ranges[replica][allocation]]).values()
+        return found

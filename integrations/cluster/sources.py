@@ -163,8 +163,9 @@ class Striping:
         #: Bytes that are there; and bytes that came from sources with a part.
         self.nbytes = 0
         self.from_parts = 0
-        #: Replicas and allocations of which two sources had a piece under way at once: either may write it last.
-        self.doubled: set[tuple[int, int]] = set()
+        #: The sources that have ended a piece which another one brings or has brought, by replica and allocation: what
+        #: they wrote there may be what is there now.
+        self.late: dict[tuple[int, int], set[int]] = {}
 
     @property
     def finished(self) -> bool:
@@ -175,6 +176,11 @@ class Striping:
     def sources(self) -> int:
         """How many there are."""
         return len(self._sources)
+
+    @property
+    def writing(self) -> set[int]:
+        """The sources that have pieces under way."""
+        return {number for number, source in self._sources.items() if source.flying}
 
     @property
     def have(self) -> int:
@@ -225,8 +231,6 @@ class Striping:
         if piece is None and not self._todo:
             piece = self._late(mine, now)
         if piece is not None:
-            if any(piece in other.flying for other in self._sources.values()):
-                self.doubled.add(piece[:2])
             if not mine.flying:
                 mine.since = mine.stirred = now
             mine.flying[piece] = now
@@ -275,10 +279,9 @@ class Striping:
         mine.stirred = now
         if not mine.flying:
             mine.busy += now - mine.since
-        if not mine.whole and bit & self._strict & ~self._there:  # it was begun before that was known to be wrong
-            self._abandon(piece)
-            return False
-        if piece in self._brought:
+        known = not mine.whole and bit & self._strict & ~self._there  # to be wrong, since it was begun
+        if known or piece in self._brought:
+            self._abandon(source, piece)
             return False
         self._brought[piece] = source
         self._there |= bit
@@ -292,24 +295,31 @@ class Striping:
         """Take a source out; what it has not brought is to be brought by others."""
         mine = self._sources.pop(source)
         for piece in mine.flying:
-            self._abandon(piece)
+            self._abandon(source, piece)
 
-    def _abandon(self, piece: VersionPiece) -> None:
+    def _abandon(self, source: int, piece: VersionPiece) -> None:
         """Have a piece begun that a source does not bring, unless it is there or another one brings it."""
-        if piece not in self._brought and not any(piece in other.flying for other in self._sources.values()):
+        if piece in self._brought or any(piece in other.flying for other in self._sources.values()):
+            self.late.setdefault(piece[:2], set()).add(source)
+        else:
             self._todo |= 1 << self._numbers[piece]
 
     def again(self, replica: int, allocation: int) -> set[int]:
-        """Have an allocation brought once more, by sources with the whole version; returns those that brought it."""
-        wrong = [piece for piece in self._brought if piece[:2] == (replica, allocation)]
-        brought = {self._brought.pop(piece) for piece in wrong}
+        """Have an allocation brought once more, by sources with the whole version; returns those that have written it.
+
+        Some of these may still write it.
+        """
+        key = replica, allocation
+        wrong = [piece for piece in self._brought if piece[:2] == key]
+        wrote = {self._brought.pop(piece) for piece in wrong} | self.late.pop(key, set())
+        wrote |= {number for number, each in self._sources.items() if any(piece[:2] == key for piece in each.flying)}
         bits = sum(1 << self._numbers[piece] for piece in wrong)
         self._there &= ~bits
         self._todo |= bits
         self._strict |= bits
-        self._left[replica, allocation] = len(wrong)
+        self._left[key] = len(wrong)
         self.nbytes -= sum(piece.nbytes for piece in wrong)
-        return brought
+        return wrote
 
     def silent(self, source: int, now: float) -> float:
         """Return for how many seconds a source that has begun pieces has brought none."""

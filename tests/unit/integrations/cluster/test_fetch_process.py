@@ -423,6 +423,60 @@ def test_a_part_that_is_wrong_is_read_from_a_host_that_has_all(hosts: Hosts, dir
     assert liar.asked(Open) <= opens + 1
 
 
+class LateEngine(LocalEngine):
+    """Reads of some memory land when the engine is closed."""
+
+    late: tuple[ExportedAllocation, ...] = ()
+    #: Whether one is under way.
+    begun = False
+
+    def __init__(self) -> None:
+        self._reads: list[tuple[MemoryRegion, MemoryRegion]] = []
+
+    def read(self, local: MemoryRegion, remote: MemoryRegion) -> Any:
+        if not any(each.pointer <= remote.pointer < each.pointer + each.nbytes for each in self.late):
+            return super().read(local, remote)
+        self._reads.append((local, remote))
+        LateEngine.begun = True
+        return Unfinished()
+
+    def close(self) -> None:
+        for local, remote in self._reads:
+            super().read(local, remote)
+        self._reads.clear()
+
+
+class Unfinished:
+    """A read that does not end by itself."""
+
+    def done(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("has_all", [False, True], ids=["a host with a part", "a host that has published it"])
+def test_what_lands_late_and_is_wrong_is_read_again(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, has_all: bool
+) -> None:
+    right, wrong = version(PARTS, 5), version(PARTS, 6)
+    lies = msgspec.structs.replace(right, places=tuple(map(_moved, right.places, wrong.places)))
+    monkeypatch.setattr(LateEngine, "late", lies.places)
+    monkeypatch.setattr(LateEngine, "begun", False)
+    monkeypatch.setattr(source_thread, "open_engine", lambda _: LateEngine())
+    if has_all:
+        hosts.host(lies)
+    else:
+        coming(hosts, lies, 0b1)
+
+    def later(_: object, send: Callable[[bytes], None]) -> None:
+        eventually(lambda: LateEngine.begun, "the late one to begin")
+        send(frame(right))
+
+    honest = hosts.host(later)
+    done = hosts.fetch(wait=30.0, patience=20.0)
+    assert str(honest.address) in done.sources
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
 def _moved(right: ExportedAllocation, wrong: ExportedAllocation) -> ExportedAllocation:
     return msgspec.structs.replace(right, pointer=wrong.pointer)
 

@@ -369,7 +369,23 @@ def test_what_a_part_brings_after_it_is_known_to_be_wrong_counts_for_nothing() -
     assert begin(this, 4, 2.0) == []
     assert not this.end(1, piece(0), 3.0)
     assert this.end(1, piece(1), 3.0)
-    assert this.doubled == set()
+    assert this.late == {}
+
+
+def test_who_ends_a_piece_that_another_one_brings_may_have_overwritten_it() -> None:
+    this = striping(4, 1, 1, 2, 3)
+    assert (begin(this, 1), begin(this, 2), begin(this, 3)) == ([0], [1], [2])
+    this.end(2, piece(1), 1.0)
+    this.end(3, piece(2), 1.0)
+    assert begin(this, 2, 1.0) == [3]
+    assert begin(this, 3, 10.0) == [0]
+    assert this.writing == {1, 2, 3}
+    this.end(3, piece(0), 11.0)
+    this.lose(1)
+    assert (this.writing, this.late) == ({2}, {(0, 0): {1}})
+    assert this.end(2, piece(3), 12.0)
+    assert this.again(0, 0) == {1, 2, 3}
+    assert this.late == {}
 
 
 # -- any order of events -------------------------------------------------------------------------------
