@@ -390,7 +390,7 @@ class SourceChoice:
             source.leave()
         deadline = time.monotonic() + LEAVE
         writing = [source for source in self._started if source.writing]
-        if not all(source.join(max(0.0, deadline - time.monotonic())) for source in writing):
+        if not all(source.join(max(0.0, deadline - time.monotonic())) or source.closed for source in writing):
             _end(STUCK)
 
     def why(self) -> CubrokerError:

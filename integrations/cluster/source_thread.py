@@ -15,15 +15,21 @@ from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import CONNECT, PeerAddress, PeerConnection
 from cubroker.integrations.cluster.engine import Engine, MemoryRegion, Read, open_engine
 from cubroker.integrations.cluster.filling import Filling
-from cubroker.integrations.cluster.messages import Available, ExportedVersion, Going, Offers, Open, Progress
+from cubroker.integrations.cluster.messages import NEWS, Available, ExportedVersion, Going, Offers, Open, Progress
 from cubroker.integrations.cluster.sources import DEPTH, VersionPiece
-from cubroker.protocol.errors import CubrokerError, Unavailable
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 
 BEAT = 2.0
 """Seconds between two words to each source: how far this side is."""
 
 OPENING = 150.0
 """Seconds that a source has to open a version: it may have to compute the digest of a large one."""
+
+TURN = 8
+"""Messages of a source that are heard before what is under way is looked at again."""
+
+BURST = 100
+"""Messages about its part that a source may send beyond two for each ``NEWS`` seconds: they arrive in bursts."""
 
 PAUSES = (0.0002, 0.002)
 """Seconds between two looks at reads that are under way: the shortest pause, which doubles up to the longest."""
@@ -73,6 +79,8 @@ class SourceReader:
         #: When it had all prepared here to read from there; and whether its engine may write by now.
         self.told = inf
         self.writing = False
+        #: Whether its engine is closed, and so writes no more.
+        self.closed = False
         #: Whether a piece has come from it.
         self.brought = False
         self._certificates = certificates
@@ -83,6 +91,9 @@ class SourceReader:
         self._engine: Engine | None = None
         #: Answers to :class:`Progress` that have not come.
         self._owed = 0
+        #: How many :class:`Available` have come, and since when they may.
+        self._heard = 0
+        self._began = 0.0
         self._thread = Thread(target=self._run, name=f"cubroker-source-{number}", daemon=True)
         self._thread.start()
 
@@ -123,6 +134,7 @@ class SourceReader:
                     self._engine = open_engine(order.engine)  # while the source opens it
                     opened = connection.hear(ExportedVersion, OPENING)
                     self.have, self.opened = messages.from_runs(opened.runs), opened
+                    self._began = time.monotonic()
                     self._report(Ready(self, opened))
                 if isinstance(order, Filling):
                     self._bring(connection, order)
@@ -158,6 +170,9 @@ class SourceReader:
     def _take(self, message: messages.Reply) -> None:
         """Take what the source says."""
         if isinstance(message, Available):
+            self._heard += 1
+            if self._heard > BURST + 2 * (time.monotonic() - self._began) / NEWS:
+                raise Invalid(f"the exporter at {self.address} says what it has more often than it may")
             self.have = messages.from_runs(message.runs)
         else:
             messages.expect(message, Going)
@@ -178,6 +193,7 @@ class SourceReader:
                 nbytes = self._read(connection, self._engine, filling)
             finally:
                 self._engine.close()  # before others read the same pieces
+                self.closed = True
                 filling.lose(self.number)
         self._tell(connection, nbytes)
 
@@ -220,7 +236,9 @@ class SourceReader:
                 nbytes += each[0].nbytes
                 self.brought = True
                 filling.end(self.number, each[0])
-            while connection.pending():
+            for _ in range(TURN):
+                if not connection.pending():
+                    break
                 self._take(connection.hear_any())
             if have != self.have:
                 have = self.have

@@ -423,6 +423,29 @@ def test_a_part_that_is_wrong_is_read_from_a_host_that_has_all(hosts: Hosts, dir
     assert liar.asked(Open) <= opens + 1
 
 
+def test_a_host_that_says_too_often_what_it_has_is_passed_over(hosts: Hosts) -> None:
+    opened = version(PARTS, 5)
+    told = threading.Event()
+
+    def flood(_: object, send: Callable[[bytes], None]) -> None:
+        send(frame(partial(opened, 0)))
+        told.set()
+        while True:  # until the connection ends
+            send(frame(Available(b"")) * 1000)
+
+    def later(_: object, send: Callable[[bytes], None]) -> None:
+        assert told.wait(60.0)
+        send(frame(opened))
+
+    coming(hosts, opened, 0).answers["Open"] = flood
+    honest = hosts.host(later)
+    honest.answers["List"] = Offers((Offer(hosts.name, 1, PARTS.nbytes, 2, False, of(opened), there=0),), 0, 8)
+    done = hosts.fetch(wait=30.0, patience=20.0)
+    assert str(honest.address) in done.sources
+    assert hosts.held() == bytes([5]) * 8 * MIB
+    assert isinstance(hosts.fetching._sources._hosts[0].error or hosts.fetching._sources._hosts[1].error, Invalid)
+
+
 class LateEngine(LocalEngine):
     """Reads of some memory land when the engine is closed."""
 
