@@ -519,7 +519,13 @@ class Broker(Reconnecting):
         pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
         return (yield from self._session.ask(messages.Tell(pool, session), messages.Story)).lines
 
-    # -- draining ----------------------------------------------------------------------------------
+    # -- the broker itself -------------------------------------------------------------------------
+
+    @property
+    def lends_drafts(self) -> bool:
+        """Whether the broker is new enough to lend drafts to readers, as :meth:`attach` with ``unsealed`` has them."""
+        self._owner.check()
+        return self._session.version >= messages.UNSEALED
 
     @property
     def draining(self) -> str:

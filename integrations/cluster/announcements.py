@@ -58,6 +58,9 @@ LEAVE = 1.0
 AGAIN = 1.0
 """Seconds after which a fetch looks for an exporter again."""
 
+PUBLISHED = frozenset({"current", "superseded"})
+"""States of a version that has been published, and that there is."""
+
 CONNECTIONS, OF_A_USER = 256, 32
 """Fetches of this host that an exporter listens to at once, of all users and of one."""
 
@@ -307,13 +310,16 @@ class Announcements:
             info, *_ = self._live().describe(draft.name, draft.version)
         except (NotFound, Retired, Denied):
             return False
-        return info.published is not None  # a draft that was discarded is retired, too, while others read it
+        # A draft that was discarded is retired, too, while others read it; and not all brokers tell when it was published.
+        return info.state in PUBLISHED or info.published is not None
 
     def _check(self, account: Account, announced: Announce) -> AnnouncedDraft:
         """Return what the broker says of a draft that was announced; raises ``CubrokerError`` if that is not so."""
         broker = self._live()
         if announced.host != identity.host(broker.directory):
             raise Invalid("it is a draft of another broker")
+        if not broker.lends_drafts:
+            raise Unsupported("the broker is too old to lend drafts to readers; upgrade it")
         info, layout, _ = broker.describe(announced.name, announced.version)
         if account.uid not in (ROOT, os.geteuid(), info.owner):
             raise Denied(f"{announced.name}@{announced.version} is another user's")

@@ -37,7 +37,7 @@ from cubroker.client import Broker, digests
 from cubroker.client.notices import Watch as News
 from cubroker.client.transport.requests import run_in_loop
 from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.announcements import AnnouncedDraft, Announcements
+from cubroker.integrations.cluster.announcements import PUBLISHED, AnnouncedDraft, Announcements
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import (
     PARTS,
@@ -91,7 +91,7 @@ CONNECTIONS = 256
 READERS = 8
 """Peers that read at once, if nothing else is said: each takes a process, and on GPUs a context, about 0.5 GiB."""
 
-PUBLISHED, DRAFT = frozenset({"current", "superseded"}), "draft"
+DRAFT = "draft"
 
 GONE = "the fetch that it came from has ended, and has not published it"
 

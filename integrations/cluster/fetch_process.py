@@ -31,7 +31,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from random import Random
 from threading import Thread
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 
@@ -65,6 +65,9 @@ AGAIN = (0.5, 8.0)
 GATHER = 0.2
 """Seconds that the answers of other hosts are waited for after the first, to choose among them."""
 
+GATHER_PARTS = 2.0
+"""The same, where all of them have parts alone and so might be of a version that never comes to be."""
+
 REPORT = 0.1
 """Seconds between two reports of progress."""
 
@@ -94,6 +97,8 @@ class Host:
         #: The version's number there, once it has opened it; and those of versions that have other bytes.
         self.version = 0
         self.others: set[int] = set()
+        #: Those of versions of which it has a part, and did not let this side read that.
+        self.refused: set[int] = set()
         #: Whether it may be read from only once it has the whole version.
         self.distrusted = False
         #: When it may be asked again; infinity: never. And whether it is this host itself.
@@ -121,12 +126,14 @@ class Host:
         Args:
             name: the pool.
             offers: what it has.
-            content: what is wanted, if that is known; else it is the newest, and one that is coming counts, too.
+            content: what is wanted; None: the current version, or if it has none the newest of which it has a part.
         """
         known = [
             offer
             for offer in offers
-            if offer.name == name and offer.version not in self.others and not (self.distrusted and _partial(offer))
+            if offer.name == name
+            and offer.version not in self.others
+            and not (_partial(offer) and (self.distrusted or offer.version in self.refused))
         ]
         if content is None:
             found = [offer for offer in known if offer.current or _partial(offer)]
@@ -134,7 +141,17 @@ class Host:
             found = [offer for offer in known if offer.content == content] or [
                 offer for offer in known if offer.content is None and (offer.version == self.version or offer.current)
             ]
-        return max(found, key=lambda offer: (content is not None and not _partial(offer), offer.version), default=None)
+        return max(found, key=lambda offer: (not _partial(offer), offer.version), default=None)
+
+
+class _Wanted(NamedTuple):
+    """What a host shall open."""
+
+    #: 0: its current version.
+    number: int
+    #: What it is, if that is known; and whether the host has a part of it alone.
+    content: bytes | None = None
+    partial: bool = False
 
 
 class SourceChoice:
@@ -152,10 +169,13 @@ class SourceChoice:
         self._host_of: list[Host] = []
         #: This host's own broker, which is not read from.
         self.own = b""
-        #: Hosts that have answered, and were told nothing yet, and the number of the version that each shall open.
+        #: Hosts that have answered, and were told nothing yet, and what each shall open; when that is decided, or if
+        #: all of them have parts alone, when then.
         self._candidates: dict[SourceReader, Candidate] = {}
-        self._numbers: dict[SourceReader, int] = {}
-        self._gathered = 0.0
+        self._wanted: dict[SourceReader, _Wanted] = {}
+        self._gathered = self._gathered_parts = 0.0
+        #: Those that were told to open a version of which they have a part, with its number.
+        self._parts: dict[SourceReader, int] = {}
         #: What the version is, and whether a source has opened it.
         self._content: bytes | None = None
         self._opened = False
@@ -203,7 +223,7 @@ class SourceChoice:
         """Seconds until something is to be done, if nothing happens."""
         times = [host.due for host in self._askable()] if self._room() else []
         if self._candidates:
-            times.append(self._gathered)
+            times.append(self._choosing)
         return max(0.0, min(times, default=inf) - time.monotonic())
 
     @property
@@ -226,37 +246,64 @@ class SourceChoice:
         host = self._host(event.source)
         if host is None:
             return
-        number = self._number(host, event.offers.offers)
-        if number is None:
+        wanted = self._find(host, event.offers.offers)
+        if wanted is None:
             event.source.leave()
             none = NotFound(f"it has no {self._order.name} that this host may fetch")
-            host.put_off(None if host.distrusted else none)  # why it is distrusted says more
+            host.put_off(None if host.distrusted or host.refused else none)  # why that is so says more
             return
-        self._numbers[event.source] = number
+        self._wanted[event.source] = wanted
         if not self._candidates:
-            self._gathered = time.monotonic() + GATHER
+            now = time.monotonic()
+            self._gathered, self._gathered_parts = now + GATHER, now + GATHER_PARTS
         self._candidates[event.source] = Candidate(str(event.source.number), event.offers.readers, event.offers.limit)
 
-    def _number(self, host: Host, offers: Sequence[Offer]) -> int | None:
-        """Return the number of the version that a host shall open, 0 for its current one; None: it has none."""
+    def _find(self, host: Host, offers: Sequence[Offer]) -> _Wanted | None:
+        """Return the version that a host shall open; None: it has none."""
         name, wanted = self._order.name, self._order.version
         if self._content is None and wanted:
             if self._order.leader:  # it says what the version is, also if it has no room for a reader
                 self._content = next((o.content for o in offers if (o.name, o.version) == (name, wanted)), None)
-            return wanted if any(offer.name == name for offer in offers) else None
+            part = any(_partial(offer) for offer in offers if (offer.name, offer.version) == (name, wanted))
+            has = any(offer.name == name for offer in offers) and not (part and wanted in host.refused)
+            return _Wanted(wanted, partial=part) if has else None
         offer = host.pick(name, offers, self._content)
         if offer is None:
             return None
-        return 0 if offer.current and offer.content is None else offer.version
+        number = 0 if offer.current and offer.content is None else offer.version
+        return _Wanted(number, offer.content, partial=_partial(offer))
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether the current version of any host will do."""
+        return self._content is None and not self._order.version
+
+    @property
+    def _choosing(self) -> float:
+        """When the candidates are chosen among, if not all that were asked have answered before."""
+        parts = self._undecided and all(each.partial for each in self._wanted.values())
+        return self._gathered_parts if parts else self._gathered
+
+    def _decided(self) -> list[SourceReader]:
+        """Return the candidates that have what is wanted: as long as that is open, current versions before parts.
+
+        Parts count then if they are of such a version; of parts alone, the first that is opened decides.
+        """
+        found = [*self._candidates]
+        if self._undecided and not all(self._wanted[source].partial for source in found):
+            current = {self._wanted[source].content for source in found if not self._wanted[source].partial} - {None}
+            found = [each for each in found if not self._wanted[each].partial or self._wanted[each].content in current]
+        return found
 
     def choose(self) -> None:
         """Have the best of the candidates open the version, once there was time for the others to answer."""
         waited = sum(host.source is not None for host in self._hosts) - len(self._engaged)
-        if not self._candidates or (time.monotonic() < self._gathered and len(self._candidates) < waited):
+        if not self._candidates or (time.monotonic() < self._choosing and len(self._candidates) < waited):
             return
         room = max(0, self._order.width - len(self._engaged))
-        by_number = {str(source.number): source for source in self._candidates}
-        chosen = [by_number[each.peer] for each in by_room(self._candidates.values(), self._chance)]
+        decided = {str(source.number): source for source in self._decided()}
+        roomy = by_room([self._candidates[source] for source in decided.values()], self._chance)
+        chosen = [decided[each.peer] for each in roomy]
         if self._order.version and self._content is None:  # the number is that of the first that was given
             chosen, room = sorted(chosen, key=lambda source: source.number), min(1, room)
         for source in [*self._candidates]:
@@ -264,12 +311,16 @@ class SourceChoice:
             assert host
             if source in chosen[:room]:
                 self._engaged.add(source)
-                source.open(Open(self._order.name, self._numbers[source]))
+                wanted = self._wanted[source]
+                if wanted.partial:
+                    self._parts[source] = wanted.number
+                source.open(Open(self._order.name, wanted.number))
             else:
                 source.leave()
-                host.put_off(OverQuota("as many hosts read from it as may") if source not in chosen else None)
+                full = source not in chosen and str(source.number) in decided
+                host.put_off(OverQuota("as many hosts read from it as may") if full else None)
         self._candidates.clear()
-        self._numbers.clear()
+        self._wanted.clear()
 
     def ready(self, event: Ready) -> bool:
         """Take a host that has opened the version; returns whether it is the first of all."""
@@ -281,8 +332,7 @@ class SourceChoice:
         try:
             _check(opened)
         except Invalid as error:
-            self._dismiss(event.source)
-            host.exclude(error)
+            self._refused(event.source, host, error)
             return False
         if self._content not in (None, found):
             self._dismiss(event.source)
@@ -295,12 +345,23 @@ class SourceChoice:
             self._begin(event.source, self._filling)
         return first
 
+    def _refused(self, source: SourceReader, host: Host, error: CubrokerError) -> None:
+        """Do without what a host was to open: a part, or if it is none the host."""
+        part = self._parts.get(source)
+        self._dismiss(source)
+        if part is None:
+            host.exclude(error)
+        else:
+            host.refused.add(part)
+            host.put_off(error)
+
     def _dismiss(self, source: SourceReader) -> None:
         """Have a source end, and do without it."""
         source.leave()
+        self._parts.pop(source, None)
         self.reading.pop(source.number, None)
         self._candidates.pop(source, None)
-        self._numbers.pop(source, None)
+        self._wanted.pop(source, None)
         self._same.pop(source.number, None)
         self._engaged.discard(source)
 
@@ -317,14 +378,15 @@ class SourceChoice:
 
     def lost(self, event: Lost) -> None:
         """Note that a host is gone: it may be asked again later, unless it will never do."""
-        self._dismiss(event.source)
         host = self._host(event.source)
+        if host and isinstance(event.error, Denied | Invalid | Unsupported) and not isinstance(event.error, OwnHost):
+            self._refused(event.source, host, event.error)
+            return
+        self._dismiss(event.source)
         if host is None:  # it was given up before
             return
         if isinstance(event.error, OwnHost):
             host.leave_out()
-        elif isinstance(event.error, Denied | Invalid | Unsupported):
-            host.exclude(event.error)
         else:
             host.put_off(event.error)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cubroker.client import Broker, Draft, digests
@@ -29,6 +30,7 @@ from cubroker.integrations.cluster.messages import (
     Progress,
 )
 from cubroker.integrations.cluster.sources import UNIT
+from cubroker.protocol import messages as protocol
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.integrations.cluster.hosts import LAYOUT, Certificates, Serving, exporting, here, leases, publish
@@ -282,6 +284,37 @@ def test_an_ipc_draft_is_passed_on_by_its_writer_s_exporter_or_root_s(
             with pytest.raises(Unsupported, match=f"{name}@1 is `ipc`, and is passed on once it is published"):
                 told(directory, announcement(directory, name, draft.version))
         assert told(directory, announcement(directory, name, draft.version)) == Going()
+
+
+def test_a_broker_that_lends_no_drafts_has_none_passed_on(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "UNSEALED", 1 << 30)
+    with fetching(directory, name) as this, serving.connect() as connection:
+        eventually(lambda: not this.announcement._thread.is_alive(), "its end: the answer would be the same")
+        with pytest.raises(Unsupported, match="the broker is too old to lend drafts"):
+            told(directory, announcement(directory, name, 1))
+        assert offered(connection) == []
+        this.draft.seal()
+        assert offered(connection) == [(name, 1, None)]
+
+
+def test_a_version_of_a_broker_that_does_not_tell_when_it_was_published_is_not_gone(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = Broker.describe
+
+    def described(self: Broker, *arguments: Any) -> Any:
+        info, *rest = describe(self, *arguments)
+        return msgspec.structs.replace(info, published=None), *rest
+
+    monkeypatch.setattr(Broker, "describe", described)
+    with fetching(directory, name) as this, serving.connect() as connection:
+        announced(serving)
+        connection.ask(Open(name, 1), ExportedVersion)
+        this.draft.seal()
+        this.announcement.close()
+        assert connection.hear(Available) == Available(None)
 
 
 def test_a_draft_is_announced_once(serving: Serving, directory: Path, name: str) -> None:

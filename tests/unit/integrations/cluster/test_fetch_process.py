@@ -22,6 +22,7 @@ from cubroker.integrations.cluster.messages import (
     ExportedAllocation,
     ExportedVersion,
     Fetched,
+    List,
     Offer,
     Offers,
     Open,
@@ -42,6 +43,7 @@ from cubroker.protocol.errors import (
     OverBudget,
     OverQuota,
     Unavailable,
+    Unsupported,
 )
 from tests.brokers import eventually
 from tests.unit.integrations.cluster.hosts import HOST, LAYOUT, Certificates, content, publish
@@ -506,11 +508,71 @@ def _moved(right: ExportedAllocation, wrong: ExportedAllocation) -> ExportedAllo
 
 def test_a_host_that_has_nothing_new_is_left_for_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_process, "USELESS", 0.1)
+    monkeypatch.setattr(fetch_process, "GATHER_PARTS", 0.1)
     monkeypatch.setattr(fetch_process, "AGAIN", (0.5, 60.0))  # it is asked again later and later
     opened = version(PARTS, 5)
     coming(hosts, opened, 0b1)
     hosts.host(opened, 0.2)
     assert len(hosts.fetch(width=1, patience=20.0).sources) == 2
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+def both(hosts: Hosts, current: ExportedVersion, part: ExportedVersion) -> Liar:
+    """Start a host that has a current version, 1, and a part of 2."""
+    liar = coming(hosts, part, 0b1)
+    offers = (
+        Offer(hosts.name, 1, PARTS.nbytes, 2, True, of(current)),
+        Offer(hosts.name, 2, PARTS.nbytes, 2, False, of(part), there=MIB),
+    )
+
+    def open_it(liar: Liar, send: Callable[[bytes], None]) -> None:
+        request = liar.heard[-1]
+        assert isinstance(request, Open)
+        send(frame(partial(msgspec.structs.replace(part, version=2), 1) if request.version == 2 else current))
+
+    liar.answers |= {"List": Offers(offers, 0, 8), "Open": open_it}
+    return liar
+
+
+def opens(liar: Liar) -> list[int]:
+    """The versions that a host was to open."""
+    return [each.version for each in liar.heard if isinstance(each, Open)]
+
+
+def test_a_current_version_is_taken_before_one_that_is_still_coming(hosts: Hosts) -> None:
+    current, part = version(PARTS, 5), version(PARTS, 6)
+    alone, liar = coming(hosts, part, 0b1), both(hosts, current, part)
+    liar.answers["PeerHello"] = lambda _, send: (
+        eventually(lambda: alone.asked(List), "the other one"),
+        send(frame(PeerWelcome(2, "root"))),
+    )
+    assert hosts.fetch(patience=1.0).sources == (str(liar.address),)
+    assert hosts.held() == bytes([5]) * 8 * MIB
+    assert (opens(alone), opens(liar)) == ([], [1])
+
+
+def test_a_part_of_a_current_version_is_read_though_who_has_it_is_full(hosts: Hosts) -> None:
+    current = version(PARTS, 5)
+    full = hosts.host(current, List=Offers((Offer(hosts.name, 1, PARTS.nbytes, 2, True, of(current)),), 8, 8))
+    part, other = coming(hosts, current, 0b11111111), coming(hosts, version(PARTS, 6), 0b11111111)
+    assert hosts.fetch().sources == (str(part.address),)
+    assert opens(full) == opens(other) == []
+
+
+def test_a_part_that_a_host_refuses_is_not_asked_for_again_and_the_host_is(hosts: Hosts, name: str) -> None:
+    opened = version(PARTS, 5)
+    liar = coming(hosts, opened, 0b1)
+
+    def refuse(liar: Liar, send: Callable[[bytes], None]) -> None:
+        send(frame(PeerRefusal("unsupported", "the broker is too old")))
+        published = Offer(name, 1, PARTS.nbytes, 2, True, of(opened))
+        liar.answers |= {"Open": opened, "List": Offers((published,), 0, 8)}
+
+    liar.answers["Open"] = PeerRefusal("unsupported", "the broker is too old")
+    with pytest.raises(Unsupported, match="the broker is too old"):
+        hosts.fetch()
+    liar.answers["Open"] = refuse
+    assert hosts.fetch(wait=30.0).sources == (str(liar.address),)
     assert hosts.held() == bytes([5]) * 8 * MIB
 
 
