@@ -23,8 +23,8 @@ import os
 import select
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -33,9 +33,19 @@ from threading import Event, Thread
 from cubroker.client import Broker, digests
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.identity import Account
-from cubroker.integrations.cluster.messages import NEWS, Announce, Available, Going
-from cubroker.integrations.cluster.sources import cut, piece_size
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Retired, Unsupported
+from cubroker.integrations.cluster.messages import MAX_ANNOUNCE, NEWS, Announce, Available, DraftContent, Going
+from cubroker.integrations.cluster.sources import Runs
+from cubroker.protocol.errors import (
+    CubrokerError,
+    Denied,
+    Invalid,
+    NotFound,
+    OverQuota,
+    Retired,
+    Unavailable,
+    Unsupported,
+)
+from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import IPC
 from cubroker.protocol.status import PoolInfo
 
@@ -63,6 +73,9 @@ PUBLISHED = frozenset({"current", "superseded"})
 
 CONNECTIONS, OF_A_USER = 256, 32
 """Fetches of this host that an exporter listens to at once, of all users and of one."""
+
+MEMORY = 32 << 20
+"""Bytes that announcements of drafts may have together; those of large models have 100 KiB."""
 
 
 def name_of(directory: Path) -> bytes:
@@ -141,16 +154,19 @@ class DraftAnnouncement:
                 raise Denied(f"the exporter of this host runs as {account.name}, who may not read it")
             said = self._have()
             host = identity.host(self._broker.directory)
-            runs = messages.to_runs(said)
-            what = self._name, self._version, digests.DEFINITION, self._sums, self._piece
-            self._say(connection, Announce(host, *what, runs, self._mode))
-            messages.expect(_reply(connection), Going)
+            self._ask(connection, Announce(host, self._name, self._version, self._mode))
+            content = DraftContent(digests.DEFINITION, self._sums, self._piece, messages.to_runs(said))
+            self._ask(connection, content)
             while not self._over.wait(NEWS):
                 if select.select([connection], [], [], 0)[0]:  # it has nothing more to say: it has ended
                     return
                 if (have := self._have()) != said:
                     said = have
                     self._say(connection, Available(messages.to_runs(have)))
+
+    def _ask(self, connection: socket.socket, message: messages.Local) -> None:
+        self._say(connection, message)
+        messages.expect(_reply(connection), Going)
 
     def _say(self, connection: socket.socket, message: messages.Local) -> None:
         connection.sendall(messages.frame(message))
@@ -174,13 +190,11 @@ class AnnouncedDraft:
 
     name: str
     version: int
-    uid: int
     digests: tuple[bytes, ...]
     #: As :func:`messages.content` has it.
     content: bytes
-    #: Bytes of each run, and of the largest.
-    sizes: tuple[int, ...]
-    piece: int
+    #: What it is cut into.
+    cut: Runs
     #: The mode that the pool will have with it; None: the one that it has.
     mode: int | None
     #: The runs that are there, as they travel; None: it is published.
@@ -193,10 +207,7 @@ class AnnouncedDraft:
     @property
     def nbytes(self) -> int:
         """Bytes that are there."""
-        have = messages.from_runs(self.runs)
-        if have is None:
-            return sum(self.sizes)
-        return sum(size for size, bit in zip(self.sizes, reversed(f"{have:b}"), strict=False) if bit == "1")
+        return self.cut.total if self.runs is None else self.cut.nbytes(self.runs)
 
     def changed(self) -> None:
         """Wake all that wait for a change."""
@@ -210,11 +221,15 @@ class Announcements:
     Args:
         live: returns the broker; not for the event loop.
         counted: is told how many drafts there are.
+        warn: writes a line of the log that any process of the host can cause.
     """
 
-    def __init__(self, live: Callable[[], Broker], counted: Callable[[int], None]) -> None:
+    def __init__(self, live: Callable[[], Broker], counted: Callable[[int], None], warn: Callable[..., None]) -> None:
         self._live = live
         self._counted = counted
+        self._warn = warn
+        #: Bytes that the announcement of each draft may have.
+        self._expected: dict[tuple[str, int], int] = {}
         self._drafts: dict[tuple[str, int], AnnouncedDraft] = {}
         self._connections: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -235,7 +250,7 @@ class Announcements:
             log.warning("what fetches of this host bring is offered once it is published: %s", error.strerror)
             yield
             return
-        server = await asyncio.start_unix_server(self._accept, sock=end)
+        server = await asyncio.start_unix_server(self._accept, sock=end, limit=MAX_ANNOUNCE)
         try:
             yield
         finally:
@@ -257,7 +272,7 @@ class Announcements:
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # its end says as much
         except CubrokerError as error:
-            log.warning("a fetch of %s is not passed on while it comes: %s", account.name, error.message)
+            self._warn("a fetch of %s is not passed on while it comes: %s", account.name, error.message)
             with suppress(OSError):
                 writer.write(messages.frame(messages.refusal(error)))
         except asyncio.CancelledError:  # the exporter ends
@@ -268,36 +283,61 @@ class Announcements:
             writer.close()
 
     async def _listen(self, account: Account, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(LIMIT):
-            announced = await _next(reader)
+        announced = await _next(reader, MAX_ANNOUNCE, LIMIT)
         if not isinstance(announced, Announce):
             raise Invalid("it did not begin with an announcement")
-        draft = await asyncio.to_thread(self._check, account, announced)
-        key = draft.name, draft.version
-        if key in self._drafts:
-            raise Invalid("another connection has announced it")
-        self._drafts[key] = draft
-        self._counted(len(self._drafts))
-        log.info("%s@%d is passed on while it comes", *key)
-        try:
+        info, layout = await asyncio.to_thread(self._check, account, announced)
+        key, runs = (info.name, info.version), Runs(layout.allocations)
+        with self._expecting(key, messages.content_limit(len(layout.allocations), runs.count)) as limit:
             writer.write(messages.frame(Going()))
-            while isinstance(told := await _next(reader), Available) and told.runs is not None:
-                draft.runs = told.runs
-                draft.changed()
-                await asyncio.sleep(NEWS / 2)  # one that says more than it should waits
-            raise Invalid("it said what is not to be said after an announcement")
-        finally:
-            del self._drafts[key]
+            content = await _next(reader, limit, LIMIT)
+            draft = _described(announced, content, layout, runs)
+            log.info("%s@%d is passed on while it comes", *key)
+            self._drafts[key] = draft
             self._counted(len(self._drafts))
-            if not self._ending:
-                await self._settle(draft)
+            try:
+                await self._follow(draft, reader, writer)
+            finally:
+                del self._drafts[key]
+                self._counted(len(self._drafts))
+                if not self._ending:
+                    await self._settle(draft)
+
+    @contextmanager
+    def _expecting(self, key: tuple[str, int], nbytes: int) -> Iterator[int]:
+        """Expect the announcement of a draft within a ``with`` block, of so many bytes.
+
+        Raises:
+            Unavailable: another connection announces it.
+            OverQuota: those that are expected have too many bytes together.
+        """
+        if key in self._expected:
+            raise Unavailable("another connection has announced it")
+        if nbytes + sum(self._expected.values()) > MEMORY:
+            raise OverQuota(f"what is announced already leaves no room for {nbytes} bytes more; try again later")
+        self._expected[key] = nbytes
+        try:
+            yield nbytes
+        finally:
+            del self._expected[key]
+
+    async def _follow(self, draft: AnnouncedDraft, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take what a fetch says of a draft, until it ends."""
+        limit = messages.runs_limit(draft.cut.count)
+        writer.write(messages.frame(Going()))
+        while isinstance(told := await _next(reader, limit), Available) and told.runs is not None:
+            messages.from_runs(told.runs, draft.cut.count)
+            draft.runs = told.runs
+            draft.changed()
+            await asyncio.sleep(NEWS / 2)  # one that says more than it should waits
+        raise Invalid("it said what is not to be said after an announcement")
 
     async def _settle(self, draft: AnnouncedDraft) -> None:
         """Find out what has become of a draft, and wake those that wait for it."""
         try:
             published = await asyncio.to_thread(self._published, draft)
         except CubrokerError as error:
-            log.warning("what became of %s@%d is not known: %s", draft.name, draft.version, error.message)
+            self._warn("what became of %s@%d is not known: %s", draft.name, draft.version, error.message)
             published = False
         if published:
             draft.runs = None
@@ -310,11 +350,11 @@ class Announcements:
             info, *_ = self._live().describe(draft.name, draft.version)
         except (NotFound, Retired, Denied):
             return False
-        # A draft that was discarded is retired, too, while others read it; and not all brokers tell when it was published.
+        # A draft that was discarded is retired, too, while others read it; and not all brokers tell of a time.
         return info.state in PUBLISHED or info.published is not None
 
-    def _check(self, account: Account, announced: Announce) -> AnnouncedDraft:
-        """Return what the broker says of a draft that was announced; raises ``CubrokerError`` if that is not so."""
+    def _check(self, account: Account, announced: Announce) -> tuple[PoolInfo, Layout]:
+        """Return what the broker says of a draft; raises ``CubrokerError`` if this user may not announce it."""
         broker = self._live()
         if announced.host != identity.host(broker.directory):
             raise Invalid("it is a draft of another broker")
@@ -323,24 +363,49 @@ class Announcements:
         info, layout, _ = broker.describe(announced.name, announced.version)
         if account.uid not in (ROOT, os.geteuid(), info.owner):
             raise Denied(f"{announced.name}@{announced.version} is another user's")
-        fits = len(announced.digests) == len(layout.allocations) and announced.piece == piece_size(layout.nbytes)
-        if info.state != "draft" or info.sharded or not fits or announced.algorithm != digests.DEFINITION:
-            raise Invalid(f"{announced.name}@{announced.version} is no draft that can be passed on")
+        if info.state != "draft" or info.sharded:
+            raise _unfit(announced)
         if info.share == IPC and os.geteuid() not in (ROOT, broker.uid, info.owner):  # the broker lends it to no other
             raise Unsupported(f"{announced.name}@{announced.version} is `ipc`, and is passed on once it is published")
-        return AnnouncedDraft(
-            name=announced.name,
-            version=announced.version,
-            uid=account.uid,
-            digests=announced.digests,
-            content=messages.content(layout.encode(), announced.algorithm, announced.digests),
-            sizes=tuple(piece.nbytes for piece in cut(layout.allocations, [0])),
-            piece=announced.piece,
-            mode=announced.mode,
-            runs=announced.runs,
-        )
+        return info, layout
 
 
-async def _next(reader: asyncio.StreamReader) -> messages.Local:
-    head = await reader.readexactly(messages.LENGTH.size)
-    return messages.local(await reader.readexactly(messages.length(head, messages.MAX_ANNOUNCEMENT)))
+def _described(announced: Announce, content: messages.Local, layout: Layout, runs: Runs) -> AnnouncedDraft:
+    """Return a draft as it was announced; raises ``Invalid`` if that does not fit what the broker says of it."""
+    if not isinstance(content, DraftContent):
+        raise Invalid("its announcement was not followed by what it will be")
+    fits = len(content.digests) == len(layout.allocations) and content.piece == runs.piece
+    if not fits or content.algorithm != digests.DEFINITION:
+        raise _unfit(announced)
+    messages.from_runs(content.runs, runs.count)
+    return AnnouncedDraft(
+        name=announced.name,
+        version=announced.version,
+        digests=content.digests,
+        content=messages.content(layout.encode(), content.algorithm, content.digests),
+        cut=runs,
+        mode=announced.mode,
+        runs=content.runs,
+    )
+
+
+def _unfit(announced: Announce) -> Invalid:
+    return Invalid(f"{announced.name}@{announced.version} is no draft that can be passed on")
+
+
+async def _next(reader: asyncio.StreamReader, limit: int, wait: float | None = None) -> messages.Local:
+    """Return the next message.
+
+    Args:
+        reader: where it comes from.
+        limit: bytes that it may have.
+        wait: seconds until it begins, at most; it has ``LIMIT`` seconds more to come.
+
+    Raises:
+        Invalid: it has more bytes, or is none.
+        TimeoutError: it does not come in time.
+    """
+    async with asyncio.timeout(wait):
+        head = await reader.readexactly(messages.LENGTH.size)
+    async with asyncio.timeout(LIMIT):
+        return messages.local(await reader.readexactly(messages.length(head, limit)))

@@ -223,7 +223,7 @@ class Exporter:
         self._peers: set[_Peer] = set()
         #: Those that read, by their places.
         self._readers: dict[int, _Peer] = {}
-        self._announcements = Announcements(self._live, self._meter.passing_on)
+        self._announcements = Announcements(self._live, self._meter.passing_on, self._warn)
         #: The digests of published versions, by name and number, as far as they are known.
         self._digests: dict[tuple[str, int], KnownDigests] = {}
         #: When a line was written that anybody can cause, and how many were not since.
@@ -491,7 +491,7 @@ class Exporter:
             return opened
         if draft.gone:
             raise NotFound(GONE)
-        return msgspec.structs.replace(opened, runs=draft.runs, piece=draft.piece)
+        return msgspec.structs.replace(opened, runs=draft.runs, piece=draft.cut.piece)
 
     async def _tell_runs(self, peer: _Peer, draft: AnnouncedDraft, said: bytes | None) -> None:
         """Say which runs of a draft are there, whenever there are more, until it is published or ends."""

@@ -53,16 +53,25 @@ WATCH_BEAT = 20.0
 NEWS = 0.05
 """Seconds between two :class:`Available`, at least."""
 
-MAX_ANNOUNCEMENT = 8 << 20
-"""Bytes of the longest frame that an exporter reads from a fetch of its own host, which has digests."""
+MAX_LOCAL = 8 << 20
+"""Bytes of the longest frame within a host, which has the digests of a version."""
+
+MAX_ANNOUNCE = 4 << 10
+"""Bytes of the longest :class:`Announce`: it comes before anything is known of who sends it."""
+
+OVERHEAD = 1 << 10
+"""Bytes of a frame that are neither digests nor runs, at most."""
 
 LENGTH = struct.Struct(">I")
+
+DIGEST = 16
+"""Bytes of a digest."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Text = Annotated[str, Meta(max_length=2000)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=MAX_ITEMS)]
 Runs = Annotated[bytes, Meta(max_length=1 << 20)]
 """Runs of bytes of a version as bits, lowest first, as :func:`cubroker.integrations.cluster.sources.cut` makes them."""
@@ -211,21 +220,29 @@ class PeerRefusal(PeerMessage, frozen=True):
 class Announce(PeerMessage, frozen=True):
     """Tells the exporter of the own host of a draft that is being filled: :class:`Going`, or a refusal.
 
-    :class:`Available` follow. With the end of the connection the version is published, or ends.
+    :class:`DraftContent` follows. With the end of the connection the version is published, or ends.
     """
 
     #: The broker that has it, as in :class:`PeerWelcome`.
     host: bytes
     name: Name
     version: Positive
+    #: The mode that the pool will have with it; None: the one that it has.
+    mode: Annotated[int, Meta(ge=0, le=0o777)] | None = None
+
+
+class DraftContent(PeerMessage, frozen=True):
+    """Says what a draft that was announced will be, and what is there: :class:`Going`, or a refusal.
+
+    :class:`Available` follow.
+    """
+
     #: The digest that each allocation will have, by the algorithm of this name.
     algorithm: Name
     digests: Digests
     #: Bytes of the largest run.
     piece: Positive
     runs: Runs
-    #: The mode that the pool will have with it; None: the one that it has.
-    mode: Annotated[int, Meta(ge=0, le=0o777)] | None = None
 
 
 class Serve(PeerMessage, frozen=True):
@@ -308,7 +325,7 @@ class StatusLine(Struct, frozen=True):
 
 Request: TypeAlias = PeerHello | List | Open | WatchPool | Progress
 Reply: TypeAlias = PeerWelcome | Offers | ExportedVersion | Available | CurrentVersion | Going | PeerRefusal
-Local: TypeAlias = Announce | Available | Serve
+Local: TypeAlias = Announce | DraftContent | Available | Serve
 
 M = TypeVar("M", bound=PeerMessage)
 T = TypeVar("T")
@@ -363,9 +380,23 @@ def to_runs(bits: int) -> bytes:
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
 
-def from_runs(runs: bytes | None) -> int | None:
-    """Return runs as bits of a number; None: all."""
-    return None if runs is None else int.from_bytes(runs, "little")
+def from_runs(runs: bytes | None, count: int) -> int | None:
+    """Return runs as bits of a number; None: all. Raises ``Invalid`` if they are not among ``count``."""
+    if runs is None:
+        return None
+    if len(runs) > -(-count // 8) or (bits := int.from_bytes(runs, "little")).bit_length() > count:
+        raise Invalid(f"runs of bytes were named that a version of {count} has not")
+    return bits
+
+
+def content_limit(allocations: int, runs: int) -> int:
+    """Return how many bytes a :class:`DraftContent` has at most, for a version of so many allocations and runs."""
+    return OVERHEAD + (2 + DIGEST) * allocations + runs_limit(runs)
+
+
+def runs_limit(runs: int) -> int:
+    """Return how many bytes an :class:`Available` has at most, for a version of so many runs."""
+    return OVERHEAD + -(-runs // 8)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:

@@ -51,7 +51,7 @@ def _hear(stream: BinaryIO) -> Serve | None:
     head = stream.read(messages.LENGTH.size)
     if not head:
         return None
-    order = messages.local(stream.read(messages.length(head, messages.MAX_ANNOUNCEMENT)))
+    order = messages.local(stream.read(messages.length(head, messages.MAX_LOCAL)))
     assert isinstance(order, Serve), order
     return order
 

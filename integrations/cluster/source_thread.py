@@ -16,7 +16,7 @@ from cubroker.integrations.cluster.connection import CONNECT, PeerAddress, PeerC
 from cubroker.integrations.cluster.engine import Engine, MemoryRegion, Read, open_engine
 from cubroker.integrations.cluster.filling import Filling
 from cubroker.integrations.cluster.messages import NEWS, Available, ExportedVersion, Going, Offers, Open, Progress
-from cubroker.integrations.cluster.sources import DEPTH, VersionPiece
+from cubroker.integrations.cluster.sources import DEPTH, Runs, VersionPiece
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 
 BEAT = 2.0
@@ -91,7 +91,8 @@ class SourceReader:
         self._engine: Engine | None = None
         #: Answers to :class:`Progress` that have not come.
         self._owed = 0
-        #: How many :class:`Available` have come, and since when they may.
+        #: How many runs the version has; how many :class:`Available` have come, and since when they may.
+        self._runs = 0
         self._heard = 0
         self._began = 0.0
         self._thread = Thread(target=self._run, name=f"cubroker-source-{number}", daemon=True)
@@ -133,7 +134,8 @@ class SourceReader:
                     connection.say(order)
                     self._engine = open_engine(order.engine)  # while the source opens it
                     opened = connection.hear(ExportedVersion, OPENING)
-                    self.have, self.opened = messages.from_runs(opened.runs), opened
+                    self._runs = Runs([place.nbytes for place in opened.places]).count
+                    self.have, self.opened = messages.from_runs(opened.runs, self._runs), opened
                     self._began = time.monotonic()
                     self._report(Ready(self, opened))
                 if isinstance(order, Filling):
@@ -173,7 +175,7 @@ class SourceReader:
             self._heard += 1
             if self._heard > BURST + 2 * (time.monotonic() - self._began) / NEWS:
                 raise Invalid(f"the exporter at {self.address} says what it has more often than it may")
-            self.have = messages.from_runs(message.runs)
+            self.have = messages.from_runs(message.runs, self._runs)
         else:
             messages.expect(message, Going)
             self._owed -= 1

@@ -99,6 +99,33 @@ def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None)
                 yield VersionPiece(replica, allocation, offset, min(limit, size - offset))
 
 
+class Runs:
+    """The runs of bytes that :func:`cut` makes of a version, for one replica.
+
+    Args:
+        sizes: bytes of each allocation.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.total = sum(sizes)
+        #: Bytes of the largest.
+        self.piece = piece_size(self.total)
+        #: How many there are.
+        self.count = 0
+        #: The numbers of those that are smaller, and by how many bytes.
+        self._short: list[tuple[int, int]] = []
+        for size in sizes:
+            self.count += -(-size // self.piece)
+            if size % self.piece:
+                self._short.append((self.count - 1, self.piece - size % self.piece))
+
+    def nbytes(self, have: bytes) -> int:
+        """Return how many bytes some of them have together, which are given as bits, lowest first."""
+        known = self._short if have else []
+        short = sum(less for number, less in known if number >> 3 < len(have) and have[number >> 3] >> (number & 7) & 1)
+        return int.from_bytes(have, "little").bit_count() * self.piece - short
+
+
 class _Source:
     def __init__(self, now: float, share: int) -> None:
         #: Whether it has the whole version, and not a part.

@@ -176,7 +176,7 @@ from cubroker.integrations.cluster.connection import PeerConnection, parse
 from cubroker.integrations.cluster.sources import piece_size
 
 folder, size, addresses = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-connections, have = [], {}
+connections, have, count = [], {}, size // piece_size(size)
 for address in addresses:
     while True:
         connection = PeerConnection(parse(address), folder)
@@ -186,12 +186,12 @@ for address in addresses:
         time.sleep(0.05)
     opened = connection.ask(messages.Open(offers[0].name, offers[0].version), messages.ExportedVersion, 60.0)
     connections.append(connection)
-    have[address] = messages.from_runs(opened.runs)
-everything = (1 << size // piece_size(size)) - 1
+    have[address] = messages.from_runs(opened.runs, count)
+everything = (1 << count) - 1
 while None not in have.values() and have[addresses[0]] | have[addresses[1]] != everything:
     for address, connection in zip(addresses, connections):
         while connection.pending():
-            have[address] = messages.from_runs(connection.hear(messages.Available).runs)
+            have[address] = messages.from_runs(connection.hear(messages.Available).runs, count)
     time.sleep(0.01)
 print("all", flush=True)
 """

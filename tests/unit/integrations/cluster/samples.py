@@ -7,6 +7,7 @@ from cubroker.integrations.cluster.messages import (
     Announce,
     Available,
     CurrentVersion,
+    DraftContent,
     ExportedAllocation,
     ExportedVersion,
     Going,
@@ -49,7 +50,8 @@ REPLIES: tuple[Reply, ...] = (
     PeerRefusal("not_found", "there is none"),
 )
 LOCALS: tuple[Local, ...] = (
-    Announce(bytes(16), "m", 3, "algorithm", (bytes(16),), 1 << 20, b"\x05"),
+    Announce(bytes(16), "m", 3, 0o640),
+    DraftContent("algorithm", (bytes(16),), 1 << 20, b"\x05"),
     Available(b"\x07"),
     Serve("m", 3, "nixl", unsealed=True, digests=(bytes(16),)),
 )

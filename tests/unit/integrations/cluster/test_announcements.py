@@ -6,7 +6,7 @@ import logging
 import os
 import pwd
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from cubroker.integrations.cluster.connection import HungUp, OwnHost, PeerConnec
 from cubroker.integrations.cluster.messages import (
     Announce,
     Available,
+    DraftContent,
     ExportedVersion,
     Going,
     List,
@@ -31,7 +32,7 @@ from cubroker.integrations.cluster.messages import (
 )
 from cubroker.integrations.cluster.sources import UNIT
 from cubroker.protocol import messages as protocol
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Unavailable, Unsupported
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.integrations.cluster.hosts import LAYOUT, Certificates, Serving, exporting, here, leases, publish
 
@@ -224,54 +225,114 @@ def test_an_announcement_of_another_user_s_draft_is_refused(
             stranger = identity.account(nobody())
             patch.setattr(announcements, "account_of", lambda _: stranger)
             with pytest.raises(Denied, match=f"{name}@1 is another user's"):
-                told(directory, announcement(directory, name, draft.version))
-        assert told(directory, announcement(directory, name, draft.version)) == Going()
+                told(directory, announcement(directory, name, draft.version)[0])
+        told(directory, *announcement(directory, name, draft.version))
 
 
-def announcement(directory: Path, name: str, version: int, **changes: Any) -> Announce:
-    fields: dict[str, Any] = {
-        "host": identity.host(directory),
-        "name": name,
-        "version": version,
-        "algorithm": digests.DEFINITION,
-        "digests": SUMS,
-        "piece": UNIT,
-        "runs": b"",
-    }
-    return Announce(**fields | changes)
+def announcement(directory: Path, name: str, version: int) -> tuple[Announce, DraftContent]:
+    """What a fetch says at first of a draft."""
+    return Announce(identity.host(directory), name, version), DraftContent(digests.DEFINITION, SUMS, UNIT, b"")
 
 
-def told(directory: Path, message: messages.Local) -> messages.Reply:
-    """Say something to the exporter as a fetch does, and return the answer."""
+@contextmanager
+def connected(directory: Path) -> Iterator[socket.socket]:
+    """Connect to the exporter as a fetch does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10.0)
         connection.connect(announcements.name_of(directory))
+        yield connection
+
+
+def say(connection: socket.socket, *said: messages.Local) -> None:
+    """Say something to the exporter, and wait for its answer each time."""
+    for message in said:
         connection.sendall(messages.frame(message))
-        return messages.expect(announcements._reply(connection), Going)
+        messages.expect(announcements._reply(connection), Going)
 
 
-LIES: dict[str, Callable[[Announce], messages.Local]] = {
-    "no announcement": lambda _: Available(b""),
-    "another broker": lambda it: announcement(Path("/"), it.name, it.version),
-    "too few digests": lambda it: announcement_like(it, digests=SUMS[:1]),
-    "other digests": lambda it: announcement_like(it, algorithm="md5"),
-    "other runs": lambda it: announcement_like(it, piece=512),
-    "no such version": lambda it: announcement_like(it, version=it.version + 1),
+def told(directory: Path, *said: messages.Local) -> None:
+    with connected(directory) as connection:
+        say(connection, *said)
+
+
+replace = msgspec.structs.replace
+
+LIES: dict[str, Callable[[Announce, DraftContent], Sequence[messages.Local]]] = {
+    "no announcement": lambda *_: [Available(b"")],
+    "another broker": lambda first, _: [replace(first, host=identity.host(Path("/")))],
+    "no such version": lambda first, _: [replace(first, version=first.version + 1)],
+    "a long name": lambda first, _: [replace(first, host=bytes(messages.MAX_ANNOUNCE))],
+    "no content": lambda first, _: [first, Available(b"")],
+    "too few digests": lambda first, then: [first, replace(then, digests=SUMS[:1])],
+    "too many digests": lambda first, then: [first, replace(then, digests=SUMS * 100)],
+    "other digests": lambda first, then: [first, replace(then, algorithm="md5")],
+    "other runs": lambda first, then: [first, replace(then, piece=512)],
+    "runs that there are not": lambda first, then: [first, replace(then, runs=b"\x04")],
 }
-
-
-def announcement_like(it: Announce, **changes: Any) -> Announce:
-    return Announce(**{field: getattr(it, field) for field in it.__struct_fields__} | changes)
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_cannot_be_passed_on_is_refused(serving: Serving, directory: Path, name: str, lie: str) -> None:
     with Broker(directory) as broker, broker.create(name, LAYOUT) as draft:
         with pytest.raises((Invalid, NotFound)):
-            told(directory, LIES[lie](announcement(directory, name, draft.version)))
+            told(directory, *LIES[lie](*announcement(directory, name, draft.version)))
         draft.seal()
     with pytest.raises(Invalid, match="is no draft that can be passed on"):
-        told(directory, announcement(directory, name, 1))
+        told(directory, *announcement(directory, name, 1))
+
+
+@pytest.mark.parametrize("runs", [b"\x04", bytes(2), bytes(messages.OVERHEAD)])
+def test_runs_that_a_draft_has_not_end_its_announcement(
+    serving: Serving, directory: Path, name: str, runs: bytes
+) -> None:
+    with (
+        Broker(directory) as broker,
+        broker.create(name, LAYOUT) as draft,
+        connected(directory) as connection,
+        serving.connect() as peer,
+    ):
+        say(connection, *announcement(directory, name, draft.version))
+        connection.sendall(messages.frame(Available(b"\x03")))
+        eventually(lambda: offered(peer) == [(name, 1, LAYOUT.nbytes)], "the runs")
+        with pytest.raises(Invalid, match=r"were named that a version of 2 has not|1 to .* are read"):
+            say(connection, Available(runs))
+        eventually(lambda: offered(peer) == [], "its end")
+
+
+def test_a_message_that_does_not_come_to_its_end_ends_an_announcement(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "LIMIT", 0.1)
+    with Broker(directory) as broker, broker.create(name, LAYOUT) as draft:
+        first, then = announcement(directory, name, draft.version)
+        for begun in ([], [first], [first, then]):
+            with connected(directory) as connection:
+                say(connection, *begun)
+                connection.sendall(messages.LENGTH.pack(8))
+                assert connection.recv(1) == b""
+
+
+def test_announcements_have_so_much_memory_together(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "MEMORY", 3 * messages.OVERHEAD)
+    with Broker(directory) as broker, broker.create(name, LAYOUT) as draft, broker.create("other", LAYOUT) as other:
+        with connected(directory) as connection:
+            say(connection, announcement(directory, name, draft.version)[0])
+            with pytest.raises(OverQuota, match="leaves no room for"):
+                told(directory, *announcement(directory, "other", other.version))
+        eventually(lambda: serving.service._announcements._expected == {}, "its end")
+        told(directory, *announcement(directory, "other", other.version))
+
+
+def test_refused_announcements_write_so_many_lines_a_minute(
+    broker: BrokerProcess, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    with exporting(broker.directory, certificates.host):
+        for _ in range(exporter.LINES + 10):
+            with pytest.raises(Invalid):
+                told(broker.directory, Available(b""))
+    assert 0 < caplog.text.count("is not passed on while it comes") <= exporter.LINES
 
 
 def test_an_ipc_draft_is_passed_on_by_its_writer_s_exporter_or_root_s(
@@ -293,7 +354,7 @@ def test_a_broker_that_lends_no_drafts_has_none_passed_on(
     with fetching(directory, name) as this, serving.connect() as connection:
         eventually(lambda: not this.announcement._thread.is_alive(), "its end: the answer would be the same")
         with pytest.raises(Unsupported, match="the broker is too old to lend drafts"):
-            told(directory, announcement(directory, name, 1))
+            told(directory, *announcement(directory, name, 1))
         assert offered(connection) == []
         this.draft.seal()
         assert offered(connection) == [(name, 1, None)]
@@ -320,8 +381,8 @@ def test_a_version_of_a_broker_that_does_not_tell_when_it_was_published_is_not_g
 def test_a_draft_is_announced_once(serving: Serving, directory: Path, name: str) -> None:
     with fetching(directory, name):
         announced(serving)
-        with pytest.raises(Invalid, match="another connection has announced it"):
-            told(directory, announcement(directory, name, 1))
+        with pytest.raises(Unavailable, match="another connection has announced it"):
+            told(directory, *announcement(directory, name, 1))
     publish(directory, name)
 
 
@@ -368,6 +429,6 @@ def test_an_exporter_that_hangs_keeps_no_fetch(
 def test_garbage_ends_a_connection(serving: Serving, directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(announcements.name_of(directory))
-        connection.sendall(messages.LENGTH.pack(messages.MAX_ANNOUNCEMENT + 1))
+        connection.sendall(messages.LENGTH.pack(messages.MAX_ANNOUNCE + 1))
         with pytest.raises(CubrokerError):
             messages.expect(announcements._reply(connection), Going)

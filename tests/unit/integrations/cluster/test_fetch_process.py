@@ -448,6 +448,14 @@ def test_a_host_that_says_too_often_what_it_has_is_passed_over(hosts: Hosts) -> 
     assert isinstance(hosts.fetching._sources._hosts[0].error or hosts.fetching._sources._hosts[1].error, Invalid)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_a_host_that_has_more_runs_than_there_are_is_passed_over(hosts: Hosts, later: bool) -> None:
+    opened = version(PARTS, 5)
+    coming(hosts, opened, 0b1 if later else 1 << 8, *[Available(b"\x00\x01")] * later)
+    with pytest.raises(Invalid, match="were named that a version of 8 has not"):
+        hosts.fetch(patience=0.5)
+
+
 class LateEngine(LocalEngine):
     """Reads of some memory land when the engine is closed."""
 

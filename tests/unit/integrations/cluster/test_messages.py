@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cubroker.client import digests
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.messages import (
+    Available,
     CurrentVersion,
+    DraftContent,
     Going,
     Local,
     Open,
@@ -64,8 +67,19 @@ def test_what_stays_within_a_host_is_read_as_it_was_written_and_is_no_request(me
 
 @given(st.integers(0, 1 << 200))
 def test_runs_travel(bits: int) -> None:
-    assert messages.from_runs(messages.to_runs(bits)) == bits
-    assert messages.from_runs(None) is None
+    count = max(1, bits.bit_length())
+    assert messages.from_runs(messages.to_runs(bits), count) == bits
+    assert messages.from_runs(None, count) is None
+    for beyond in (messages.to_runs(1 << count), bytes(-(-count // 8) + 1)):
+        with pytest.raises(Invalid, match="were named that a version of"):
+            messages.from_runs(beyond, count)
+
+
+@given(st.integers(0, 100), st.integers(0, 1000))
+def test_the_content_of_a_draft_has_no_more_bytes_than_that_of_its_size_may(allocations: int, runs: int) -> None:
+    content = DraftContent(digests.DEFINITION, (bytes(16),) * allocations, 1 << 24, messages.to_runs((1 << runs) - 1))
+    assert len(messages.frame(content)) <= messages.content_limit(allocations, runs)
+    assert len(messages.frame(Available(content.runs))) <= messages.runs_limit(runs)
 
 
 @given(st.binary(max_size=9), st.lists(st.binary(min_size=16, max_size=16), max_size=3))

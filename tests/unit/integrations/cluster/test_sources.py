@@ -17,10 +17,12 @@ from cubroker.integrations.cluster.sources import (
     PIECES,
     UNIT,
     Candidate,
+    Runs,
     Striping,
     VersionPiece,
     by_room,
     cut,
+    piece_size,
 )
 
 # -- the choice ----------------------------------------------------------------------------------------
@@ -64,6 +66,16 @@ def test_an_allocation_is_cut_into_pieces_of_16_mib_and_a_small_version_into_mor
     assert [piece.nbytes for piece in cut([PIECES * PIECE + 1], [0])] == [*[PIECE] * PIECES, 1]
     assert [piece.nbytes for piece in cut([PIECES * (2 * UNIT) + 3], [0])] == [*[2 * UNIT] * PIECES, 3]
     assert [piece.nbytes for piece in cut([UNIT + 1], [0])] == [UNIT, 1]
+
+
+@given(st.lists(st.integers(0, 5 * UNIT + 9), max_size=5), st.data())
+def test_runs_are_counted_as_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
+    pieces = list(cut(sizes, [0]))
+    this = Runs(sizes)
+    assert (this.count, this.total, this.piece) == (len(pieces), sum(sizes), piece_size(sum(sizes)))
+    have = data.draw(st.integers(0, (1 << len(pieces)) - 1))
+    there = [each.nbytes for number, each in enumerate(pieces) if have >> number & 1]
+    assert this.nbytes(have.to_bytes(-(-have.bit_length() // 8), "little")) == sum(there)
 
 
 # -- striping ------------------------------------------------------------------------------------------
