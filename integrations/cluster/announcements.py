@@ -71,6 +71,9 @@ AGAIN = 1.0
 PUBLISHED = frozenset({"current", "superseded"})
 """States of a version that has been published, and that there is."""
 
+FINAL = (Denied, NotFound, Retired, Invalid, Unsupported)
+"""Errors after which the same announcement would not be taken either."""
+
 CONNECTIONS, OF_A_USER = 256, 32
 """Fetches of this host that an exporter listens to at once, of all users and of one."""
 
@@ -135,21 +138,24 @@ class DraftAnnouncement:
         self._thread.join(LEAVE)  # an exporter that hangs delays no fetch; its connection ends with this process
 
     def _run(self) -> None:
-        try:
-            info, *_ = self._broker.describe(self._name, self._version)
-            while not self._over.is_set():
-                with suppress(OSError):  # there is no exporter, or it has ended
-                    self._announce(info)
-                self._over.wait(AGAIN)
-        except CubrokerError as error:
-            log.info("%s@%d is not passed on while it comes: %s", self._name, self._version, error.message)
+        while not self._over.is_set():
+            try:
+                self._announce()
+            except OSError:  # there is no exporter, or it has ended
+                pass
+            except CubrokerError as error:
+                log.info("%s@%d is not passed on while it comes: %s", self._name, self._version, error.message)
+                if isinstance(error, FINAL):
+                    return
+            self._over.wait(AGAIN)
 
-    def _announce(self, info: PoolInfo) -> None:
-        """Connect and tell, until this is closed; raises ``CubrokerError`` if another attempt would be no better."""
+    def _announce(self) -> None:
+        """Connect and tell, until this is closed; raises ``CubrokerError`` if the exporter does not take it."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(LIMIT)
             connection.connect(name_of(self._broker.directory))
             account = account_of(connection)
+            info, *_ = self._broker.describe(self._name, self._version)
             if account.uid != self._broker.uid and not identity.can_read(account, info, self._mode):
                 raise Denied(f"the exporter of this host runs as {account.name}, who may not read it")
             said = self._have()

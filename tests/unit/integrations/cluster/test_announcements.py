@@ -16,7 +16,7 @@ import pytest
 
 from cubroker.client import Broker, Draft, digests
 from cubroker.integrations.cluster import announcements, exporter, identity, messages
-from cubroker.integrations.cluster.announcements import DraftAnnouncement
+from cubroker.integrations.cluster.announcements import Announcements, DraftAnnouncement
 from cubroker.integrations.cluster.connection import HungUp, OwnHost, PeerConnection
 from cubroker.integrations.cluster.messages import (
     Announce,
@@ -376,6 +376,22 @@ def test_a_version_of_a_broker_that_does_not_tell_when_it_was_published_is_not_g
         this.draft.seal()
         this.announcement.close()
         assert connection.hear(Available) == Available(None)
+
+
+def test_an_announcement_that_is_refused_for_now_is_made_again(
+    serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, errors = Announcements._check, [Unavailable("the broker restarts"), OverQuota("there is no room")]
+
+    def later(self: Announcements, *arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return check(self, *arguments)
+
+    monkeypatch.setattr(Announcements, "_check", later)
+    with fetching(directory, name):
+        announced(serving)
+    assert errors == []
 
 
 def test_a_draft_is_announced_once(serving: Serving, directory: Path, name: str) -> None:
