@@ -79,6 +79,9 @@ RATE = 1 << 20
 """Bytes a second that a peer has to read on average, after twice ``STALL`` seconds. What a peer says cannot be checked;
 so a lease lasts for as long as that takes at most, and the ``STALL`` after it."""
 
+HANG_UP = 2.0
+"""Seconds that a peer has to end a connection that is over."""
+
 STRANGERS = 64
 """Connections at once that have not shown a certificate yet: more would keep out those that have one."""
 
@@ -499,8 +502,8 @@ class Exporter:
             while said is not None:
                 change = draft.change
                 if draft.gone:
-                    await self._refuse(peer, Unavailable(GONE))
-                    peer.writer.close()
+                    await self._release(peer)  # whatever the peer does: memory is freed that nobody has use for
+                    await self._hang_up(peer, Unavailable(GONE))
                     return
                 if draft.runs == said:
                     await change.wait()
@@ -510,6 +513,16 @@ class Exporter:
                 await asyncio.sleep(messages.NEWS)
         except (TimeoutError, OSError):
             peer.writer.close()
+
+    async def _hang_up(self, peer: _Peer, error: CubrokerError) -> None:
+        """Say why, and end the connection, also if the peer does not."""
+        try:
+            async with asyncio.timeout(HANG_UP):
+                await self._refuse(peer, error)
+                peer.writer.close()
+                await peer.writer.wait_closed()
+        finally:
+            peer.writer.transport.abort()
 
     def _progress(self, peer: _Peer, nbytes: int) -> Going:
         now, rules = time.monotonic(), self._rules
@@ -536,9 +549,11 @@ class Exporter:
         if slot is None:
             return
         source, peer.source = peer.source, None
-        if source:
-            await source.kill()
-        del self._readers[slot]
+        try:
+            if source:
+                await source.kill()
+        finally:  # also if what waits for the process is cancelled: the connection is over
+            del self._readers[slot]
         self._meter.reading(len(self._readers))
         if peer.opened:
             seconds = time.monotonic() - peer.began

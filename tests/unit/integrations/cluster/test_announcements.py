@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import pwd
@@ -151,6 +152,22 @@ def test_a_reader_that_leaves_before_it_has_heard_all_is_no_fault(
                 eventually(connection.pending, "what is there")
             eventually(lambda: serving.meter.connections == 0, "its end")
     assert "is gone" not in caplog.text
+
+
+def test_a_peer_that_stays_keeps_no_draft_that_was_discarded(
+    broker: BrokerProcess, certificates: Certificates, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "HANG_UP", 0.1)
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 600.0)
+    with (
+        exporting(broker.directory, certificates.host, silence=600.0) as serving,
+        serving.connect() as connection,
+    ):
+        with fetching(broker.directory, name):
+            announced(serving)
+            connection.ask(Open(name, 1), ExportedVersion)
+        eventually(lambda: leases(broker.directory) == serving.meter.readers == 0, "the lease to end")
+        eventually(lambda: serving.meter.connections == 0, "the connection to end")
 
 
 def test_a_peer_that_knows_nothing_of_parts_is_offered_none(
