@@ -341,7 +341,7 @@ def show_peers(
 
 def _state(offer: Offer) -> str:
     if offer.there is not None:
-        return f"{offer.there / offer.nbytes:.0%} there"
+        return f"{min(offer.there, offer.nbytes) / max(1, offer.nbytes):.0%} there"
     return "current" if offer.current else "superseded"
 
 

@@ -104,7 +104,7 @@ class Filling:
 
     @property
     def from_parts(self) -> int:
-        """Bytes that came from sources that had not the whole version."""
+        """See :attr:`Striping.from_parts`."""
         return self._striping.from_parts
 
     def local(self, piece: VersionPiece) -> MemoryRegion:

@@ -309,7 +309,7 @@ class Fetched(Struct, frozen=True):
     sources: tuple[str, ...]
     #: False if a version that was there would do.
     fetched: bool
-    #: Bytes that came from hosts which had not all of it themselves.
+    #: How many of one copy's bytes came from hosts which had not all of it themselves.
     from_parts: int = 0
 
 

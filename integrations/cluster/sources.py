@@ -187,9 +187,9 @@ class Striping:
         for piece in self._pieces:
             self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
         self.total = sum(piece.nbytes for piece in self._pieces)
-        #: Bytes that are there; and bytes that came from sources with a part.
+        #: Bytes that are there; and the pieces that came from sources with a part.
         self.nbytes = 0
-        self.from_parts = 0
+        self._parted = 0
         #: The sources that have ended a piece which another one brings or has brought, by replica and allocation: what
         #: they wrote there may be what is there now.
         self.late: dict[tuple[int, int], set[int]] = {}
@@ -198,6 +198,12 @@ class Striping:
     def finished(self) -> bool:
         """Whether every piece is there."""
         return self.nbytes == self.total
+
+    @property
+    def from_parts(self) -> int:
+        """Bytes of the first replica that are there, and came from sources with a part."""
+        runs = len(self._pieces) // max(1, self._replicas)
+        return sum(piece.nbytes for number, piece in enumerate(self._pieces[:runs]) if self._parted >> number & 1)
 
     @property
     def sources(self) -> int:
@@ -314,7 +320,7 @@ class Striping:
         self._there |= bit
         self._todo &= ~bit
         self.nbytes += piece.nbytes
-        self.from_parts += 0 if mine.whole else piece.nbytes
+        self._parted |= 0 if mine.whole else bit
         self._left[piece[:2]] -= 1
         return not self._left[piece[:2]]
 
@@ -342,6 +348,7 @@ class Striping:
         wrote |= {number for number, each in self._sources.items() if any(piece[:2] == key for piece in each.flying)}
         bits = sum(1 << self._numbers[piece] for piece in wrong)
         self._there &= ~bits
+        self._parted &= ~bits
         self._todo |= bits
         self._strict |= bits
         self._left[key] = len(wrong)

@@ -169,6 +169,14 @@ def test_peers_are_shown_with_what_they_have(certificates: Certificates) -> None
     assert (second["port"], second["pools"]) == (two.address.port, [])
 
 
+def test_a_peer_that_claims_a_part_of_nothing_is_shown(certificates: Certificates) -> None:
+    offers = (Offer("m", 1, 0, 1, False, there=0), Offer("m", 2, 1, 1, False, there=5))
+    with lying(certificates.host, {"List": Offers(offers, 0, 8)}) as liar:
+        done = run("peers", "--from", str(liar.address), "--certificates", certificates.host)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[2] for line in done.stdout.splitlines()[1:]] == ["0%", "100%"]
+
+
 def test_a_peer_that_does_not_answer_is_status_1_and_the_others_are_shown(certificates: Certificates) -> None:
     nobody = f"{HOST}:{free_port()}"
     with (

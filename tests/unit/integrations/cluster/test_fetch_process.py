@@ -397,6 +397,18 @@ def test_what_hosts_have_together_is_the_version(hosts: Hosts) -> None:
     assert hosts.held() == bytes([5]) * 8 * MIB
 
 
+def test_parts_fill_every_device(hosts: Hosts, directory: Path, name: str) -> None:
+    opened = version(PARTS, 5)
+    coming(hosts, opened, 0b00001111)
+    coming(hosts, opened, 0b00000001, Available(to_runs(0b11110000)))
+    assert hosts.fetch(devices=(0, 1)).from_parts == PARTS.nbytes
+    with Broker(directory) as broker:
+        for device in (0, 1):
+            with broker.attach(name, device=device) as pool:
+                pool.check()
+                assert pool["a"].tobytes() + pool["b"].tobytes() == bytes([5]) * 8 * MIB
+
+
 def test_a_host_that_publishes_meanwhile_has_all_of_it(hosts: Hosts) -> None:
     coming(hosts, version(PARTS, 5), 0, Available())
     done = hosts.fetch()
@@ -420,7 +432,7 @@ def test_a_part_that_is_wrong_is_read_from_a_host_that_has_all(hosts: Hosts, dir
     opens = liar.asked(Open)
     honest = hosts.host(right, 0.3)
     done = hosts.fetch(wait=30.0, patience=20.0)
-    assert str(honest.address) in done.sources
+    assert (str(honest.address) in done.sources, done.from_parts) == (True, 0)
     assert hosts.held() == bytes([5]) * 8 * MIB
     assert liar.asked(Open) <= opens + 1
 
