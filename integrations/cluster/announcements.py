@@ -1,8 +1,8 @@
 """What a fetch tells the exporter of its own host: which bytes of its draft are there, so that other hosts read them.
 
-The exporter listens at a Unix socket whose name, in the abstract namespace, follows from the broker's directory. A name
-there is anybody's who comes first, and anybody of the same network namespace can connect, so both sides ask the kernel
-whom they speak with:
+The exporter listens at a Unix socket whose name, in the abstract namespace, follows from the device and inode of the
+broker's directory, which in a container may have another path. A name there is anybody's who comes first, and anybody
+of the same network namespace can connect, so both sides ask the kernel whom they speak with:
 
 - The exporter takes the announcement of a draft from the user who owns the draft, from root and from its own user. What
   the draft is, and who may read it, the broker says.
@@ -18,6 +18,7 @@ another one of the same broker has it, offers what is published alone.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import select
@@ -26,7 +27,6 @@ import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from threading import Event, Thread
 
@@ -82,8 +82,15 @@ MEMORY = 32 << 20
 
 
 def name_of(directory: Path) -> bytes:
-    """Return where the exporter of a broker listens to fetches of its host."""
-    return b"\0cubroker-export-" + blake2b(os.fsencode(directory.resolve()), digest_size=16).hexdigest().encode()
+    """Return where the exporter of a broker listens to fetches of its host.
+
+    Raises:
+        FileNotFoundError: which broker it is cannot be known.
+    """
+    host = identity.host(directory)
+    if not host:
+        raise FileNotFoundError(errno.ENOENT, f"{directory} or {identity.BOOT} cannot be read")
+    return b"\0cubroker-export-" + host.hex().encode()
 
 
 def account_of(connection: socket.socket) -> Account:

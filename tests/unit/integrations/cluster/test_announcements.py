@@ -7,6 +7,8 @@ import logging
 import os
 import pwd
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,8 @@ from cubroker.integrations.cluster.messages import (
 from cubroker.integrations.cluster.sources import UNIT
 from cubroker.protocol import messages as protocol
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Unavailable, Unsupported
-from tests.brokers import BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.namespaces import unshare
 from tests.unit.integrations.cluster.hosts import LAYOUT, Certificates, Serving, exporting, here, leases, publish
 
 SUMS = (bytes(16), bytes([1] * 16))
@@ -450,13 +453,38 @@ def test_an_exporter_that_hangs_keeps_no_fetch(
     broker: BrokerProcess, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcements, "LEAVE", 0.05)
+    monkeypatch.setattr(announcements, "LIMIT", 60.0)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(announcements.name_of(broker.directory))
         silent.listen()
         with fetching(broker.directory, name) as this:
             accepted, _ = silent.accept()
             this.draft.seal()
-        accepted.close()
+        with accepted:
+            assert this.announcement._thread.is_alive(), "the fetch goes on, though no answer has come"
+        this.announcement._thread.join(PATIENCE)
+
+
+ELSEWHERE = """
+mount --bind "$1" "$2" && exec "$3" -P -c "
+import sys
+from pathlib import Path
+from cubroker.integrations.cluster.announcements import name_of
+print(name_of(Path(sys.argv[1])).hex())
+" "$2"
+"""
+"""Prints where an exporter listens, of a directory that has another path too, as in a container."""
+
+
+def test_an_exporter_is_found_where_the_directory_of_its_broker_has_another_path(
+    directory: Path, tmp_path: Path
+) -> None:
+    script = ("sh", "-c", ELSEWHERE, "sh", directory, tmp_path, sys.executable)
+    done = subprocess.run([*unshare("--user", "--map-root-user", "--mount"), *script], capture_output=True, check=True)
+    assert bytes.fromhex(done.stdout.decode()) == announcements.name_of(directory)
+    assert announcements.name_of(tmp_path) != announcements.name_of(directory)
+    with pytest.raises(FileNotFoundError):
+        announcements.name_of(tmp_path / "none")
 
 
 def test_garbage_ends_a_connection(serving: Serving, directory: Path) -> None:

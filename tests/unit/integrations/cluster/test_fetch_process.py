@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from cubroker.client import Broker, digests
+from cubroker.client.pool import Replica
 from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_thread
 from cubroker.integrations.cluster.engine import NIXL, MemoryRegion
 from cubroker.integrations.cluster.fetch_process import Fetch
@@ -397,11 +398,17 @@ def test_what_hosts_have_together_is_the_version(hosts: Hosts) -> None:
     assert hosts.held() == bytes([5]) * 8 * MIB
 
 
-def test_parts_fill_every_device(hosts: Hosts, directory: Path, name: str) -> None:
+@pytest.mark.parametrize("reach", [True, False], ids=["that reads the one before it", "from the hosts"])
+def test_parts_fill_every_device(
+    hosts: Hosts, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, reach: bool
+) -> None:
+    if not reach:
+        monkeypatch.setattr(Replica, "upstream", None)
     opened = version(PARTS, 5)
     coming(hosts, opened, 0b00001111)
     coming(hosts, opened, 0b00000001, Available(to_runs(0b11110000)))
-    assert hosts.fetch(devices=(0, 1)).from_parts == PARTS.nbytes
+    done = hosts.fetch(devices=(0, 1))
+    assert (done.from_parts, hosts.reports[-1][1]) == (PARTS.nbytes, PARTS.nbytes * (1 if reach else 2))
     with Broker(directory) as broker:
         for device in (0, 1):
             with broker.attach(name, device=device) as pool:
