@@ -15,7 +15,7 @@ this host has among the source's readers; otherwise by chance. So hosts which re
 different parts, and a host that alone has all sends each byte about once.
 
 *Trust.* What a source with a part passes on was not compared with any digest. An allocation that comes out wrong is
-brought again by sources that have the whole version alone.
+brought again by sources that have the whole version alone, and by one of them, so that whose bytes they are is known.
 """
 
 from __future__ import annotations
@@ -183,6 +183,9 @@ class Striping:
         self._there = 0
         #: Those that only sources with the whole version may bring.
         self._strict = 0
+        #: Of allocations that are such, their pieces, and the source that brings them, once one has begun.
+        self._wrong: dict[tuple[int, int], int] = {}
+        self._sole: dict[tuple[int, int], int] = {}
         self._left: dict[tuple[int, int], int] = {}
         for piece in self._pieces:
             self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
@@ -245,6 +248,12 @@ class Striping:
         """
         mine = self._sources[source]
         mine.whole, mine.have = have is None, self._all if have is None else self._spread(have)
+        if not mine.whole:
+            self._leave_to_others(source)
+
+    def _leave_to_others(self, source: int) -> None:
+        """Have another source bring what was wrong, and was this one's to bring again."""
+        self._sole = {key: sole for key, sole in self._sole.items() if sole != source}
 
     def _spread(self, have: int) -> int:
         """Return the pieces, of all replicas, that runs of bytes are."""
@@ -257,13 +266,15 @@ class Striping:
         mine = self._sources[source]
         if len(mine.flying) >= self._depth:
             return None
-        wanted = self._todo & self._usable(mine)
+        wanted = self._todo & self._usable(source)
         for flying in mine.flying:  # one may be to be begun again already
             wanted &= ~(1 << self._numbers[flying])
         piece = self._next(mine, wanted) if wanted else None
         if piece is None and not self._todo:
-            piece = self._late(mine, now)
+            piece = self._late(source, now)
         if piece is not None:
+            if piece[:2] in self._wrong:
+                self._sole.setdefault(piece[:2], source)
             if not mine.flying:
                 mine.since = mine.stirred = now
             mine.flying[piece] = now
@@ -273,9 +284,15 @@ class Striping:
             mine.useless = now
         return piece
 
-    def _usable(self, mine: _Source) -> int:
+    def _usable(self, source: int) -> int:
         """Return the pieces that a source has and may bring."""
-        return mine.have if mine.whole else mine.have & ~self._strict
+        mine = self._sources[source]
+        if not mine.whole:
+            return mine.have & ~self._strict
+        others = 0
+        for key, sole in self._sole.items():
+            others |= self._wrong[key] if sole != source else 0
+        return mine.have & ~others
 
     def _next(self, mine: _Source, wanted: int) -> VersionPiece:
         """Take one of these pieces: one that no other source has, if there is any, of its share if possible."""
@@ -290,8 +307,9 @@ class Striping:
         self._todo ^= 1 << number
         return self._pieces[number]
 
-    def _late(self, mine: _Source, now: float) -> VersionPiece | None:
+    def _late(self, source: int, now: float) -> VersionPiece | None:
         """Return a piece that slower sources have begun, and that one which has nothing to do would bring sooner."""
+        mine = self._sources[source]
         rate = mine.rate(now)
         if mine.flying or not rate:
             return None
@@ -299,7 +317,7 @@ class Striping:
         for other in self._sources.values():
             for piece, seconds in other.left([each for each in other.flying if each not in self._brought], now):
                 left[piece] = min(seconds, left.get(piece, float("inf")))
-        usable = self._usable(mine)
+        usable = self._usable(source)
         known = [piece for piece in left if usable >> self._numbers[piece] & 1]
         last = max(reversed(known), key=lambda piece: left[piece], default=None)
         return last if last and left[last] > HURRY * last.nbytes / rate else None
@@ -312,8 +330,8 @@ class Striping:
         mine.stirred = now
         if not mine.flying:
             mine.busy += now - mine.since
-        known = not mine.whole and bit & self._strict & ~self._there  # to be wrong, since it was begun
-        if known or piece in self._brought:
+        known = bit & self._strict & ~self._there  # to be wrong, perhaps since it was begun
+        if (known and self._sole.get(piece[:2]) != source) or piece in self._brought:
             self._abandon(source, piece)
             return False
         self._brought[piece] = source
@@ -327,6 +345,7 @@ class Striping:
     def lose(self, source: int) -> None:
         """Take a source out; what it has not brought is to be brought by others."""
         mine = self._sources.pop(source)
+        self._leave_to_others(source)
         for piece in mine.flying:
             self._abandon(source, piece)
 
@@ -338,7 +357,7 @@ class Striping:
             self._todo |= 1 << self._numbers[piece]
 
     def again(self, replica: int, allocation: int) -> set[int]:
-        """Have an allocation brought once more, by sources with the whole version; returns those that have written it.
+        """Have an allocation brought once more, by a source with the whole version; returns those that have written it.
 
         Some of these may still write it.
         """
@@ -351,6 +370,8 @@ class Striping:
         self._parted &= ~bits
         self._todo |= bits
         self._strict |= bits
+        self._wrong[key] = bits
+        self._sole.pop(key, None)
         self._left[key] = len(wrong)
         self.nbytes -= sum(piece.nbytes for piece in wrong)
         return wrote

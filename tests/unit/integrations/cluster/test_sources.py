@@ -230,7 +230,41 @@ def test_a_source_that_still_brings_a_piece_does_not_begin_it_when_it_is_wanted_
     this.end(2, piece(0), 11.0)
     assert this.again(0, 0) == {1, 2}
     assert begin(this, 1, 11.0) == [1]  # it still brings piece 0
-    assert begin(this, 2, 11.0) == [0, 2]
+    assert begin(this, 2, 11.0) == [], "one brings all of it"
+    assert not this.end(1, piece(0), 12.0)
+    assert begin(this, 1, 12.0) == [2]
+
+
+def test_what_came_wrong_is_brought_by_one_source_and_the_next_if_that_is_lost() -> None:
+    this = striping(4, 2, 1, 2)
+    assert (begin(this, 1), begin(this, 2)) == ([0, 1], [2, 3])
+    for source, number in ((1, 0), (1, 1), (2, 2), (2, 3)):
+        this.end(source, piece(number), 1.0)
+    assert this.again(0, 0) == {1, 2}
+    assert (begin(this, 2, 2.0), begin(this, 1, 2.0)) == ([0, 1], [])
+    this.end(2, piece(0), 3.0)
+    this.lose(2)
+    assert begin(this, 1, 4.0) == [1, 2]
+    for number in (1, 2):
+        this.end(1, piece(number), 5.0)
+    assert begin(this, 1, 5.0) == [3]
+    assert this.end(1, piece(3), 6.0)
+    assert this.again(0, 0) == {1, 2}
+
+
+def test_what_another_source_had_under_way_of_it_counts_for_nothing() -> None:
+    this = striping(2, 1, 1, 2)
+    assert (begin(this, 1), begin(this, 2)) == ([0], [1])
+    this.end(2, piece(1), 1.0)
+    assert begin(this, 2, 10.0) == [0]
+    this.end(2, piece(0), 11.0)
+    assert this.again(0, 0) == {1, 2}
+    assert begin(this, 2, 11.0) == [0]
+    assert not this.end(1, piece(0), 12.0)
+    this.end(2, piece(0), 13.0)
+    assert begin(this, 2, 13.0) == [1]
+    assert this.end(2, piece(1), 14.0)
+    assert this.again(0, 0) == {1, 2}, "the first one may have written last, and is named"
 
 
 def test_what_a_source_claims_to_have_beyond_the_version_is_nothing() -> None:
@@ -421,6 +455,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.have: dict[int, set[tuple[int, int]]] = {}
         self.whole: set[int] = set()
         self.strict: set[VersionPiece] = set()
+        self.sole: dict[tuple[int, int], int] = {}
         self.count = 0
 
     def runs_of(self, have: int) -> set[tuple[int, int]]:
@@ -438,6 +473,8 @@ class AnyOrder(RuleBasedStateMachine):
     def has_now(self, source: int, have: int | None) -> None:
         self.have[source] = self.runs_of(2**10 - 1 if have is None else have)
         (self.whole.add if have is None else self.whole.discard)(source)
+        if have is not None:
+            self.sole = {key: sole for key, sole in self.sole.items() if sole != source}
 
     @rule(data=st.data(), have=st.none() | st.integers(0, 2**10 - 1))
     @precondition(lambda self: self.flying)
@@ -459,7 +496,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert piece not in self.there
             assert piece not in self.flying[source]
             assert piece[1:3] in self.have[source]
-            assert source in self.whole or piece not in self.strict
+            if piece in self.strict:
+                assert source in self.whole
+                assert self.sole.setdefault(piece[:2], source) == source
             self.flying[source].append(piece)
             assert len(self.flying[source]) <= 3
         return piece
@@ -473,7 +512,7 @@ class AnyOrder(RuleBasedStateMachine):
     def ended(self, source: int, piece: VersionPiece) -> None:
         """Have a source bring a piece."""
         self.flying[source].remove(piece)
-        new = piece not in self.there and (source in self.whole or piece not in self.strict)
+        new = piece not in self.there and self.counts_of(source, piece)
         self.there |= {piece} if new else set()
         whole = all(each in self.there for each in self.pieces if each[:2] == piece[:2])
         assert self.this.end(source, piece, self.now) == (new and whole)
@@ -485,6 +524,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.this.lose(source)
         del self.flying[source], self.have[source]
         self.whole.discard(source)
+        self.sole = {key: sole for key, sole in self.sole.items() if sole != source}
+
+    def counts_of(self, source: int, piece: VersionPiece) -> bool:
+        """Whether a piece counts that a source brings: of what was wrong, that of the one which brings it again."""
+        return piece not in self.strict or self.sole.get(piece[:2]) == source
 
     @rule(replica=st.sampled_from([0, 2]), allocation=st.integers(0, 2))
     def again(self, replica: int, allocation: int) -> None:
@@ -493,6 +537,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.this.again(replica, allocation)
             self.there -= found
             self.strict |= found
+            self.sole.pop((replica, allocation), None)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 100.0]))
     def wait(self, seconds: float) -> None:
@@ -513,6 +558,7 @@ class AnyOrder(RuleBasedStateMachine):
         for source in [*self.flying]:
             self.this.lose(source)
         self.flying.clear()
+        self.sole.clear()
         self.join(None, 0)
         while (piece := self.begun(self.count)) is not None:
             self.now += 1.0
