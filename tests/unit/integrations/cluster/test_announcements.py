@@ -363,8 +363,8 @@ def test_an_ipc_draft_is_passed_on_by_its_writer_s_exporter_or_root_s(
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
             with pytest.raises(Unsupported, match=f"{name}@1 is `ipc`, and is passed on once it is published"):
-                told(directory, announcement(directory, name, draft.version))
-        assert told(directory, announcement(directory, name, draft.version)) == Going()
+                told(directory, *announcement(directory, name, draft.version))
+        told(directory, *announcement(directory, name, draft.version))
 
 
 def test_a_broker_that_lends_no_drafts_has_none_passed_on(
