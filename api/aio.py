@@ -306,6 +306,7 @@ class Broker:
     uid: int | None = shown("uid")
     driver: Driver = shown("driver")
     draining: str = shown("draining")
+    lends_drafts: bool = shown("lends_drafts")
     lost: str = shown("lost")
 
     async def reconnect(self, wait: float = 0.0) -> None:
