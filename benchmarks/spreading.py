@@ -1,6 +1,6 @@
 """Hosts that bring a version to themselves, in simulated time, each by the product's own choice of what to read where.
 
-:class:`Fetcher` does what :mod:`cubroker.integrations.cluster.fetch_process` does, with the same
+:class:`Fetcher` does what :mod:`cubroker.integrations.cluster.source_choice` does, with the same
 :class:`~cubroker.integrations.cluster.sources.Striping`, the same
 :func:`~cubroker.integrations.cluster.sources.by_room` and the same limits of time, on a simulated clock and network.
 :func:`along` brings the version along fixed ways, a chain or a tree, for comparison.
@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from benchmarks.network import Connection, Network
-from cubroker.integrations.cluster import exporter, fetch_process, messages, source_thread, sources
+from cubroker.integrations.cluster import exporter, messages, source_choice, source_thread, sources
 from cubroker.integrations.cluster.connection import CONNECT
 from cubroker.integrations.cluster.sources import Candidate, Striping, VersionPiece
 
@@ -52,7 +52,7 @@ class Policy:
     #: Whether a host offers parts from the moment it begins to fetch; else once its first source has opened.
     early: bool = False
     #: Seconds until a host that had nothing to offer is asked again, at first.
-    again: float = fetch_process.AGAIN[0]
+    again: float = source_choice.AGAIN[0]
 
 
 @dataclass
@@ -307,7 +307,7 @@ class Fetcher:
                 self._leave(peer)
             else:
                 if not self._candidates:
-                    self._gathered = self.network.now + fetch_process.GATHER
+                    self._gathered = self.network.now + source_choice.GATHER
                 self._candidates.append(peer)
         self.look()
 
@@ -368,7 +368,7 @@ class Fetcher:
             heappush(self.room.places[peer.host], peer.place_there)
         del self._peers[peer.place]
         pause = self._pauses.get(peer.place, self.policy.again)
-        self._pauses[peer.place] = min(2 * pause, fetch_process.AGAIN[1])
+        self._pauses[peer.place] = min(2 * pause, source_choice.AGAIN[1])
         heappush(self._later, (self.network.now + pause, peer.place))
 
     def cut_off(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from cubroker.client import Broker, digests
 from cubroker.client.pool import Replica
-from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_thread
+from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
 from cubroker.integrations.cluster.engine import NIXL, MemoryRegion
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
@@ -83,7 +83,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources are read by :class:`LocalEngine`, and lost ones are asked again soon."""
     monkeypatch.setattr(source_thread, "open_engine", lambda _: LocalEngine())
     monkeypatch.setattr(fetch_process.engine, "load", lambda: None)
-    monkeypatch.setattr(fetch_process, "AGAIN", (0.02, 0.1))
+    monkeypatch.setattr(source_choice, "AGAIN", (0.02, 0.1))
 
 
 MEMORY: list[ctypes.Array[ctypes.c_char]] = []
@@ -534,9 +534,9 @@ def _moved(right: ExportedAllocation, wrong: ExportedAllocation) -> ExportedAllo
 
 
 def test_a_host_that_has_nothing_new_is_left_for_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_process, "USELESS", 0.1)
-    monkeypatch.setattr(fetch_process, "GATHER_PARTS", 0.1)
-    monkeypatch.setattr(fetch_process, "AGAIN", (0.5, 60.0))  # it is asked again later and later
+    monkeypatch.setattr(source_choice, "USELESS", 0.1)
+    monkeypatch.setattr(source_choice, "GATHER_PARTS", 0.1)
+    monkeypatch.setattr(source_choice, "AGAIN", (0.5, 60.0))  # it is asked again later and later
     opened = version(PARTS, 5)
     coming(hosts, opened, 0b1)
     hosts.host(opened, 0.2)
