@@ -1,4 +1,4 @@
-"""The ledger's snapshot: what the next broker has to know, as keys and values of the journal.
+"""The ledger's snapshot: what the next broker has to know, as keys and values of the journal (:mod:`.entries`).
 
 Entries are outcomes, one for each thing that exists, never events that would be replayed. Waiting requests, memory that
 is being allocated or freed, and versions without memory have none: clients ask again, and memory without an entry
@@ -23,15 +23,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from msgspec import DecodeError, Meta, Struct, msgpack, structs
+from msgspec import DecodeError, msgpack, structs
 
 from cubroker.protocol.errors import CorruptJournal
-from cubroker.protocol.fields import Encoded, EventHandle, Handles, Mode, Name, Plan, Time, Uuid
-from cubroker.protocol.messages import Digests
-from cubroker.protocol.status import ProcessInfo
 from cubroker.server.ledger import invariants, memory
+from cubroker.server.ledger.entries import (
+    FORMAT,
+    GROWN,
+    READABLE,
+    SHARES,
+    WRITERS,
+    Counters,
+    EventEntry,
+    LeaseEntry,
+    LockEntry,
+    MemoryEntry,
+    NameEntry,
+    OwnPiece,
+    Piece,
+    SessionEntry,
+    SnapshotEntry,
+    Source,
+    StateEntry,
+    VersionEntry,
+    WatchEntry,
+)
 from cubroker.server.ledger.leases import FABRIC, PUBLISHED, opened_by
 from cubroker.server.ledger.lifecycle import accept_present
 from cubroker.server.ledger.records import (
@@ -51,23 +69,6 @@ from cubroker.server.ledger.records import (
 from cubroker.server.ledger.states import MemoryState, VersionState
 from cubroker.server.ledger.tables import DirtyKey, Kind, Tables
 
-FORMAT = 6
-"""The format of everything below. In format 5 a draft had one lease, and nothing said whose it was. Format
-4 had no processes, and no times of leases and publications. Up to format 3 each version had the memory of its own in
-its entry. Format 1 had no digests, and no owners of pools that have ended; 2 had no locks."""
-
-SHARES = 4
-"""The first format in which versions share memory, which has entries of its own."""
-
-WRITERS = 6
-"""The first format that says by which lease a draft is written."""
-
-GROWN = (Kind.SESSION, Kind.STATE, Kind.LEASE)
-"""Entries that have fields of a later format; those of an earlier one are written anew with the next change."""
-
-READABLE = (1, 2, 3, 4, 5, FORMAT)
-"""The formats that are read; any other is refused. What is written from then on has the newest."""
-
 PREFIX = b"l/"
 FORMAT_KEY = b"l/format"
 COUNTERS_KEY = b"l/counters"
@@ -80,156 +81,7 @@ UNRECORDED = (VersionState.ALLOCATING, VersionState.ENDED)
 
 _KEY = re.compile(rb"l/([a-z]+)/(0|[1-9][0-9]{0,18})/([!-~]*)")
 
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-Words = Annotated[str, Meta(max_length=1 << 16)]
-Sizes = Annotated[tuple[Number, ...], Meta(max_length=4096)]
-P = TypeVar("P")
 T = TypeVar("T")
-
-# -- values: arrays, so the order of the fields is the format ------------------------------------------
-
-
-class SnapshotEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all values."""
-
-
-class Counters(SnapshotEntry, frozen=True):
-    """The last numbers given out, and whether the broker is drained by hand."""
-
-    leases: Number = 0
-    events: Number = 0
-    tickets: Number = 0
-    sessions: Number = 0
-    drained: bool = False
-    locks: Number = 0
-
-
-class SessionEntry(SnapshotEntry, frozen=True):
-    """A session, by its number."""
-
-    pid: Number
-    uid: Uid
-    gid: Uid
-    groups: Annotated[tuple[Uid, ...], Meta(max_length=1 << 16)]
-    connected: bool
-    verified: bool = False
-    process: ProcessInfo | None = None
-
-
-class WatchEntry(SnapshotEntry, frozen=True):
-    """A watch, by the session and the name."""
-
-
-class NameEntry(SnapshotEntry, frozen=True):
-    """The past of a name, and its owner while a version of it lives."""
-
-    last: Number
-    #: Number of the version that was lost last; 0: none was.
-    lost: Number
-    why: Words
-    owner: Uid | None
-    #: Without a version, these are the last ones; format 1 had 0.
-    group: Uid
-    mode: Mode
-    previous_owner: Uid | None = None
-
-
-class MemoryEntry(SnapshotEntry, frozen=True):
-    """A ticket, by its number and the pool; which of its allocations are still there, the versions say."""
-
-    device: Uuid
-    uid: Uid
-    #: Number of the version whose draft was given it.
-    version: Number
-    share: Annotated[str, Meta(max_length=16)]
-    durable: bool
-    sizes: Sizes
-    handles: Handles
-
-
-class Source(SnapshotEntry, frozen=True):
-    """Allocations of one ticket."""
-
-    ticket: Number
-    #: Empty: all.
-    numbers: Sizes
-
-
-class Piece(SnapshotEntry, frozen=True):
-    """The memory of a version on one device, in the order of its layout."""
-
-    device: Uuid
-    sources: Annotated[tuple[Source, ...], Meta(max_length=4096)]
-
-
-class OwnPiece(SnapshotEntry, frozen=True):
-    """The same up to format 3, when it was one ticket, and no other version had it."""
-
-    device: Uuid
-    ticket: Number
-    sizes: Sizes
-    #: One for each allocation of the layout; empty for those on other devices.
-    handles: Handles
-
-
-class VersionEntry(SnapshotEntry, Generic[P], frozen=True):
-    """What does not change of a published version, by number and name; the layout makes it large."""
-
-    uid: Uid
-    writer: Words
-    mode: Mode | None
-    share: Annotated[str, Meta(max_length=16)]
-    plan: Plan | None
-    writable: bool
-    durable: bool
-    tensors: Number
-    nbytes: Number
-    #: Up to format 3 :class:`OwnPiece`, now :class:`Piece`.
-    pieces: Annotated[tuple[P, ...], Meta(max_length=64)]
-    layout: Encoded
-
-
-class StateEntry(SnapshotEntry, frozen=True):
-    """What changes of a version, by number and name."""
-
-    state: VersionState
-    why: Words
-    digests: Digests | None = None
-    published: Time | None = None
-    #: Number of the lease by which it is written, or was; 0: not known.
-    writer_lease: Number = 0
-    lent: bool = False
-
-
-class LeaseEntry(SnapshotEntry, frozen=True):
-    """A lease, by its number."""
-
-    session: Number
-    name: Name
-    version: Number
-    #: Indices of the version's pieces.
-    given: Annotated[tuple[Number, ...], Meta(max_length=64)]
-    bound: bool
-    unsent: bool
-    since: Time | None = None
-
-
-class EventEntry(SnapshotEntry, frozen=True):
-    """An IPC event, by its number."""
-
-    lease: Number
-    name: Name
-    device: Uuid
-    handle: EventHandle
-    generation: Number
-
-
-class LockEntry(SnapshotEntry, frozen=True):
-    """A lock, by its number and the name."""
-
-    session: Number
-
 
 _COPIED = tuple(field for field in VersionEntry.__struct_fields__ if field not in ("uid", "pieces"))
 """The fields that a version and its entry have in common."""

@@ -18,7 +18,7 @@ from cubroker.integrations import runtime_manifest
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unsupported
 from cubroker.protocol.messages import VERSIONS
-from cubroker.server.ledger import snapshot
+from cubroker.server.ledger import entries
 from cubroker.server.store import journal
 from tests.brokers import BrokerProcess, serving
 from tests.unit.client.test_choosing import program
@@ -159,11 +159,11 @@ def test_the_page_names_the_versions_and_formats_of_this_release() -> None:
     assert [int(number) for number, _ in rows("Clients and brokers")] == list(VERSIONS)
     told = {what: (reads, writes) for what, reads, writes, _ in rows("What is stored")}
     assert told == {
-        "record of the ledger": (f"{snapshot.READABLE[0]} to {snapshot.READABLE[-1]}", str(snapshot.FORMAT)),
+        "record of the ledger": (f"{entries.READABLE[0]} to {entries.READABLE[-1]}", str(entries.FORMAT)),
         "journal, the file around it": (str(journal.FORMAT), str(journal.FORMAT)),
         "manifest of a runtime pool": (str(runtime_manifest.FORMAT), str(runtime_manifest.FORMAT)),
     }
-    assert list(snapshot.READABLE) == list(range(snapshot.READABLE[0], snapshot.FORMAT + 1))
+    assert list(entries.READABLE) == list(range(entries.READABLE[0], entries.FORMAT + 1))
     assert f'`"schema": {json_form.SCHEMA}`' in PAGE
 
 

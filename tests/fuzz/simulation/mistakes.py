@@ -20,7 +20,7 @@ from cubroker.protocol import messages as m
 from cubroker.server import ledger as package
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger import events as e
-from cubroker.server.ledger.snapshot import StateEntry
+from cubroker.server.ledger.entries import StateEntry
 from cubroker.server.ledger.states import VersionState
 from tests.fuzz.simulation.histories import OBSERVER, Action, Play, generate
 from tests.fuzz.simulation.search import FINDINGS

@@ -12,8 +12,8 @@ from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.layout import Layout, TensorSpec
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
+from cubroker.server.ledger.entries import StateEntry
 from cubroker.server.ledger.policy import Policy, Quota
-from cubroker.server.ledger.snapshot import StateEntry
 from cubroker.server.ledger.states import VersionState
 from tests.unit.server.ledger.story import (
     ALICE,

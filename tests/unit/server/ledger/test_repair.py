@@ -9,7 +9,7 @@ import pytest
 
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import CorruptJournal
-from cubroker.server.ledger import Ledger, Limits, snapshot
+from cubroker.server.ledger import Ledger, Limits, entries, snapshot
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
 from tests.unit.server.ledger.story import (
@@ -53,7 +53,7 @@ def several() -> Story:
     return story
 
 
-def entry(items: Mapping[bytes, bytes], key: bytes, kind: type[snapshot.SnapshotEntry], **changes: object) -> bytes:
+def entry(items: Mapping[bytes, bytes], key: bytes, kind: type[entries.SnapshotEntry], **changes: object) -> bytes:
     """Return a value with other fields than it has."""
     return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(items[key], type=kind), **changes))
 
@@ -63,16 +63,16 @@ def state(which: str) -> bytes:
 
 
 def lease(session: int, name: str, version: int, *given: int) -> bytes:
-    return msgspec.msgpack.encode(snapshot.LeaseEntry(session, name, version, given, False, False))
+    return msgspec.msgpack.encode(entries.LeaseEntry(session, name, version, given, False, False))
 
 
 def event(lease: int, name: str) -> bytes:
-    return msgspec.msgpack.encode(snapshot.EventEntry(lease, name, "GPU-0", bytes(64), 0))
+    return msgspec.msgpack.encode(entries.EventEntry(lease, name, "GPU-0", bytes(64), 0))
 
 
 def name(items: Mapping[bytes, bytes], which: str, **changes: object) -> Items:
     key = f"l/name/0/{which}".encode()
-    return {key: entry(items, key, snapshot.NameEntry, **changes)}
+    return {key: entry(items, key, entries.NameEntry, **changes)}
 
 
 Change = Callable[[Items], Mapping[bytes, bytes | None]]
@@ -92,7 +92,7 @@ LOST: Mapping[str, tuple[Change, set[str], str]] = {
     "a published version that is a draft": (lambda _: {b"l/state/2/a": state("draft")}, {"a@2"}, "a@2 is lost: it is"),
     "a draft without its writer": (lambda _: {b"l/lease/8/": None}, {"c@1"}, "no lease of its writer"),
     "a draft whose writer is not known": (
-        lambda i: {b"l/state/1/c": entry(i, b"l/state/1/c", snapshot.StateEntry, writer_lease=0)},
+        lambda i: {b"l/state/1/c": entry(i, b"l/state/1/c", entries.StateEntry, writer_lease=0)},
         {"c@1"},
         "no lease of its writer",
     ),
@@ -102,7 +102,7 @@ LOST: Mapping[str, tuple[Change, set[str], str]] = {
         "there are 2 leases",
     ),
     "a version that was published, and lent as if it was not": (
-        lambda i: {b"l/state/2/a": entry(i, b"l/state/2/a", snapshot.StateEntry, lent=True)},
+        lambda i: {b"l/state/2/a": entry(i, b"l/state/2/a", entries.StateEntry, lent=True)},
         {"a@2"},
         "a@2 is lost: it was published",
     ),
@@ -114,7 +114,7 @@ LOST: Mapping[str, tuple[Change, set[str], str]] = {
     "a lease on memory that is not there": (lambda _: {b"l/lease/2/": lease(2, "a", 1, 7)}, {"a@1"}, "lease 2 is on"),
     "a lease on no memory": (lambda _: {b"l/lease/2/": lease(2, "a", 1)}, {"a@1"}, "lease 2 is on"),
     "a lease that waits for what there is not": (
-        lambda i: {b"l/lease/2/": entry(i, b"l/lease/2/", snapshot.LeaseEntry, unsent=True)},
+        lambda i: {b"l/lease/2/": entry(i, b"l/lease/2/", entries.LeaseEntry, unsent=True)},
         {"a@1"},
         "a@1 is lost: lease 2 got fabric handles",
     ),
@@ -132,7 +132,7 @@ FORGOTTEN: Mapping[str, tuple[Change, str]] = {
     "an event of a name that is taken": (
         lambda i: {
             b"l/event/2/": event(7, "ready"),
-            b"l/counters": entry(i, b"l/counters", snapshot.Counters, events=2),
+            b"l/counters": entry(i, b"l/counters", entries.Counters, events=2),
         },
         "event 2, 'ready'",
     ),
@@ -146,32 +146,32 @@ FORGOTTEN: Mapping[str, tuple[Change, str]] = {
             b"l/version/7/b": entry(
                 i,
                 b"l/version/1/b",
-                snapshot.VersionEntry[snapshot.Piece],
-                pieces=(snapshot.Piece("GPU-0", (snapshot.Source(3, (0, 1)),)),),
+                entries.VersionEntry[entries.Piece],
+                pieces=(entries.Piece("GPU-0", (entries.Source(3, (0, 1)),)),),
             )
         },
         "b@7, whose memory on GPU-0 is not there",
     ),
     "a version of what is shared in another way": (
-        lambda i: {b"l/version/7/b": entry(i, b"l/version/1/b", snapshot.VersionEntry[snapshot.Piece], durable=False)},
+        lambda i: {b"l/version/7/b": entry(i, b"l/version/1/b", entries.VersionEntry[entries.Piece], durable=False)},
         "b@7, whose memory on GPU-0 is not there",
     ),
     "memory of nothing": (
         lambda i: {
             b"l/memory/9/a": i[b"l/memory/3/b"],
-            b"l/counters": entry(i, b"l/counters", snapshot.Counters, tickets=9),
+            b"l/counters": entry(i, b"l/counters", entries.Counters, tickets=9),
         },
         "memory 9, which no version has",
     ),
     "memory of nobody on a device that is gone": (
         lambda i: {
-            b"l/memory/9/a": entry(i, b"l/memory/3/b", snapshot.MemoryEntry, device="GPU-7", uid=77),
-            b"l/counters": entry(i, b"l/counters", snapshot.Counters, tickets=9),
+            b"l/memory/9/a": entry(i, b"l/memory/3/b", entries.MemoryEntry, device="GPU-7", uid=77),
+            b"l/counters": entry(i, b"l/counters", entries.Counters, tickets=9),
         },
         "memory 9, which no version has",
     ),
     "a name without versions": (
-        lambda _: {b"l/name/0/z": msgspec.msgpack.encode(snapshot.NameEntry(3, 0, "", ALICE, 0, 0o640))},
+        lambda _: {b"l/name/0/z": msgspec.msgpack.encode(entries.NameEntry(3, 0, "", ALICE, 0, 0o640))},
         "z has no owner",
     ),
 }
@@ -267,7 +267,7 @@ def test_what_should_have_ended_before_ends_when_the_ledger_goes_on() -> None:
     story = several()
     items = story.ledger.snapshot() | {b"l/state/1/a": state("retired")}
     del items[b"l/lease/2/"]
-    items[b"l/session/2/"] = entry(items, b"l/session/2/", snapshot.SessionEntry, connected=False)
+    items[b"l/session/2/"] = entry(items, b"l/session/2/", entries.SessionEntry, connected=False)
     del items[b"l/lease/4/"]
     story.ledger = restored(items)
     assert story.ledger.findings == ["forgotten is a watch on a of session 2, which has no connection to be told by"]
@@ -294,12 +294,10 @@ def test_a_version_without_its_memory_is_forgotten_with_its_leases() -> None:
         (lambda _: {b"l/state/1/a": state("ended")}, "no version that is ended"),
         (lambda _: {b"l/state/1/a": state("allocating")}, "no version that is allocating"),
         (lambda i: {b"l/memory/3/z": i[b"l/memory/3/b"]}, "memory 3 is another pool's as well"),
-        (lambda i: {b"l/memory/3/b": entry(i, b"l/memory/3/b", snapshot.MemoryEntry, handles=())}, "1 sizes and 0"),
-        (lambda i: {b"l/counters": entry(i, b"l/counters", snapshot.Counters, tickets=3)}, "ticket_ids.last"),
+        (lambda i: {b"l/memory/3/b": entry(i, b"l/memory/3/b", entries.MemoryEntry, handles=())}, "1 sizes and 0"),
+        (lambda i: {b"l/counters": entry(i, b"l/counters", entries.Counters, tickets=3)}, "ticket_ids.last"),
         (
-            lambda i: {
-                b"l/version/1/b": entry(i, b"l/version/1/b", snapshot.VersionEntry[snapshot.Piece], plan=(0, 1))
-            },
+            lambda i: {b"l/version/1/b": entry(i, b"l/version/1/b", entries.VersionEntry[entries.Piece], plan=(0, 1))},
             "version.plan",
         ),
         (lambda i: {b"l/session/4/": i[b"l/session/3/"]}, "last_session"),

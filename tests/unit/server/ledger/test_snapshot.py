@@ -12,7 +12,7 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.status import ProcessInfo
-from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, invariants, snapshot, tables
+from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, entries, invariants, tables
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.unit.server.ledger.story import (
@@ -503,14 +503,14 @@ def earlier(number: int) -> dict[bytes, bytes]:
     return {key: bytes.fromhex(value) for key, value in items.items()} | {b"l/format": msgspec.msgpack.encode(number)}
 
 
-@pytest.mark.parametrize("number", snapshot.READABLE[:-1])
+@pytest.mark.parametrize("number", entries.READABLE[:-1])
 def test_a_record_of_an_earlier_format_is_taken_up_and_has_the_newest_from_the_next_change_on(number: int) -> None:
     items = earlier(number)
     ledger = restored(items)
     ledger.check()
     assert not ledger.findings
     written = dict(ledger.changes())
-    assert written[b"l/format"] == msgspec.msgpack.encode(snapshot.FORMAT)
+    assert written[b"l/format"] == msgspec.msgpack.encode(entries.FORMAT)
     assert {**items, **written} == ledger.snapshot()
     restarted = varied()
     before = seen(restarted)
@@ -575,7 +575,7 @@ def test_a_record_that_the_check_itself_cannot_bear_is_refused(monkeypatch: pyte
 def test_a_record_that_contradicts_itself_is_refused() -> None:
     story = varied()
     items = story.ledger.snapshot()
-    items[b"l/counters"] = msgspec.msgpack.encode(snapshot.Counters(leases=1, events=9, tickets=99, sessions=9))
+    items[b"l/counters"] = msgspec.msgpack.encode(entries.Counters(leases=1, events=9, tickets=99, sessions=9))
     with pytest.raises(CorruptJournal, match=r"contradicts itself: not so is .*lease_ids.last"):
         restored(items)
 
