@@ -107,15 +107,14 @@ class HugePages:
     def populate(self, offset: int, nbytes: int) -> None:
         """Have the pages of a part in memory, zeroed; several threads may do so at once.
 
-        Each huge page is written to: MADV_POPULATE_WRITE would hold the lock of the process's mappings meanwhile, and
-        what maps memory in other threads would wait for all of it. Of small pages there are too many for that; kernels
-        before 5.14 do nothing with these.
+        Huge pages are written to, by one call, which needs the interpreter once: MADV_POPULATE_WRITE, or a read into
+        them, would hold the lock of the process's mappings meanwhile, and what maps memory in other threads would wait
+        for it. Of small pages there are too many for that; kernels before 5.14 do nothing with these.
         """
         if not self._huge:
             _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
             return
-        for at in range(self.pointer + offset, self.pointer + offset + nbytes, HUGE_PAGE):
-            ctypes.memset(at, 0, 1)
+        ctypes.memset(self.pointer + offset, 0, nbytes)
 
     def close(self) -> None:
         """Unmap it; to be called once."""

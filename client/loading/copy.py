@@ -16,9 +16,9 @@ import ctypes
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, zip_longest
@@ -46,7 +46,7 @@ RING_DEPTH = 2
 
 THREADS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
 """Threads that read, for any number of devices: they all need the interpreter. Beside an H200 with 32 cores 12 read at
-43 GB/s and 8 at 37; with 16 cores 8 read faster than 12. 24 threads for two devices took nearly twice as long."""
+43 GB/s and 8 at 37; with 16 cores 8 read faster than 12. For two devices 14 and 16 were no faster, 24 much slower."""
 
 P2P_PIECE = 64 << 20
 """Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Passing each
@@ -117,10 +117,11 @@ class FileCopy(SupervisedThread[float]):
         self._besides = besides
         self._sizes: Sequence[int] = ()
         self._files: Sequence[Readable] = ()
+        self._homes: Sequence[Hashable] = ()
         self._cut: Callable[[], list[Chunk]] = list
         self._total = 0
         self._counts = [0]
-        self._todo: deque[Chunk] = deque()
+        self._todo = ChunkQueues()
         self._staging: Staging | None = None
         self._targets: Sequence[Target] = ()
         self._planned: Future[None] = Future()
@@ -163,7 +164,8 @@ class FileCopy(SupervisedThread[float]):
         """
         stored = tuple(tensors)
         self._files, self._sizes = files, sizes
-        self._cut = lambda: read_plan(stored, CHUNK, homes, in_turn=in_turn)
+        self._homes = homes
+        self._cut = lambda: read_plan(stored, CHUNK, in_turn=in_turn)
         self._total = sum(entry.nbytes for entry, _ in stored)
         self._counts = [0] * count_threads(-(-self._total // CHUNK), THREADS)
         self._planned.set(None)
@@ -225,7 +227,7 @@ class FileCopy(SupervisedThread[float]):
             pinning = pool.submit(self._make_staging, self._context())  # most of it without the interpreter
             chunks = self._cut()
             staging, staged = pinning.result(), time.perf_counter()
-            self._todo.extend(chunks)
+            self._todo.fill(chunks, self._homes)
             if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
                 self._todo.clear()
             try:
@@ -259,14 +261,14 @@ class FileCopy(SupervisedThread[float]):
         """Copy what is left to do, together with other threads. What the buffers take is read before."""
         try:
             writer, ahead = staging.writer(), 0
-            while ahead < writer.depth and self._read_next(writer):
+            while ahead < writer.depth and self._read_next(writer, number):
                 ahead += 1
             relay = self._relay.result()
             if not self.dropped:
                 with writer.towards(_sources(self._targets)):
                     for _ in range(ahead):
                         self._counts[number] += writer.send()  # to report them here would take the interpreter
-                    while self._read_next(writer):
+                    while self._read_next(writer, number):
                         self._counts[number] += writer.send()
                         if relay:
                             relay.pass_on(writer.arrived)
@@ -275,11 +277,10 @@ class FileCopy(SupervisedThread[float]):
         finally:
             self._todo.clear()
 
-    def _read_next(self, writer: HostWriter | PinnedRing) -> bool:
-        """Have a writer read one of the chunks that are left to do; False if there are none."""
-        try:
-            chunk = self._todo.popleft()
-        except IndexError:
+    def _read_next(self, writer: HostWriter | PinnedRing, number: int) -> bool:
+        """Have a thread's writer read one of the chunks that are left to do; False if there are none."""
+        chunk = self._todo.take(number)
+        if chunk is None:
             return False
         writer.read(self._files[chunk.file], chunk)
         return True
@@ -368,20 +369,18 @@ class Chunk:
 def read_plan(
     tensors: Iterable[tuple[StoredTensor, TensorSpec]],
     limit: int,
-    homes: Sequence[Hashable] = (),
     *,
     in_turn: bool = True,
 ) -> list[Chunk]:
     """Cut tensors into chunks whose images have at most ``limit`` bytes.
 
-    Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files,
-    and for different devices (``homes``, by allocation), take turns: threads that take one after the other read all
-    files, and keep all devices busy, at once. Without ``in_turn`` files come one after the other.
+    Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files
+    take turns: threads that take one after the other read all files at once. Without ``in_turn`` files come one after
+    the other.
     """
-    lanes: dict[tuple[int, Hashable], list[Chunk]] = {}
+    lanes: dict[int, list[Chunk]] = {}
     for run in _runs(tensors):
-        home = homes[run.allocation] if homes else 0
-        chunks = lanes.setdefault((run.file if in_turn else 0, home), [])
+        chunks = lanes.setdefault(run.file if in_turn else 0, [])
         done = 0
         if chunks and chunks[-1].takes(run, limit):
             place = run.start - chunks[-1].start
@@ -391,6 +390,37 @@ def read_plan(
             count = min(run.nbytes - begin, limit)
             chunks.append(Chunk(run.file, run.offset + begin, run.allocation, run.start + begin, [(0, count)], count))
     return [chunk for chunk in chain.from_iterable(zip_longest(*lanes.values())) if chunk]
+
+
+class ChunkQueues:
+    """Chunks that are left to do: a queue for each device that gets a part, so that all are busy at once.
+
+    A thread takes from one queue until that is empty. For chunks of several devices by turns it would make another
+    context current each time, with four driver calls, and for each call threads wait for the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._queues: tuple[deque[Chunk], ...] = ()
+
+    def fill(self, chunks: Iterable[Chunk], homes: Sequence[Hashable]) -> None:
+        """Put chunks into the queues of their devices (``homes``, by allocation); without homes there is one queue."""
+        queues: defaultdict[Hashable, deque[Chunk]] = defaultdict(deque)
+        for chunk in chunks:
+            queues[homes[chunk.allocation] if homes else None].append(chunk)
+        self._queues = tuple(queues.values())
+
+    def take(self, number: int) -> Chunk | None:
+        """Return the next chunk of the queue that the thread with this number begins with, else of one after it."""
+        queues = self._queues
+        for place in range(number, number + len(queues)):
+            with suppress(IndexError):
+                return queues[place % len(queues)].popleft()
+        return None
+
+    def clear(self) -> None:
+        """Leave nothing to do."""
+        for queue in self._queues:
+            queue.clear()
 
 
 class _Run(NamedTuple):
@@ -456,19 +486,26 @@ class PinnedStaging:
 
     def __init__(self, context: Context, threads: int) -> None:
         """Pin the memory, which is what takes time here."""
+        self._context = context
         self._pinned = context.pin_huge(threads * RING_DEPTH * CHUNK)
         starts = range(0, self._pinned.nbytes, CHUNK)
         buffers = [(self._pinned.pointer + start, self._pinned.view[start : start + CHUNK]) for start in starts]
-        self._rings = [buffers[number : number + RING_DEPTH] for number in range(0, len(buffers), RING_DEPTH)]
+        self._rings = [PinnedRing(buffers[first : first + RING_DEPTH]) for first in range(0, len(buffers), RING_DEPTH)]
+        self._idle = [*self._rings]
 
     def writer(self) -> PinnedRing:
         """See :class:`Staging`."""
-        return PinnedRing(self._rings.pop())
+        ring = self._idle.pop()
+        ring.lane(self._context)  # before there are targets
+        return ring
 
     def close(self) -> None:
         """See :class:`Staging`."""
-        self._rings.clear()
-        self._pinned.close()
+        self._idle.clear()
+        with ExitStack() as undo:
+            undo.callback(self._pinned.close)
+            while self._rings:
+                undo.callback(self._rings.pop().close)
 
 
 class HostWriter:
@@ -510,14 +547,13 @@ class HostWriter:
 class _Slot:
     """A buffer of a ring."""
 
+    number: int
     pointer: int
     view: memoryview
     #: what it was filled with last
     chunk: Chunk | None = None
     #: what was sent from it, unless that is known to be there
     sent: Chunk | None = None
-    #: per target, the end of the last copy to it
-    copies: Sequence[Event] = ()
     #: the ends of copies that read the buffer
     readers: list[Event] = field(default_factory=list)
 
@@ -527,32 +563,53 @@ class _Slot:
             self.readers.pop().wait()
 
 
+class _Lane(NamedTuple):
+    """A ring's way to one device."""
+
+    stream: Stream
+    #: the end of the last copy from each buffer
+    copied: list[Event]
+
+
 class PinnedRing:
     """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
 
     def __init__(self, buffers: Sequence[tuple[int, memoryview]]) -> None:
         self.depth = len(buffers)
-        self._slots = [_Slot(pointer, view) for pointer, view in buffers]
+        self._slots = [_Slot(number, pointer, view) for number, (pointer, view) in enumerate(buffers)]
         self._next_read, self._next_sent = cycle(self._slots), cycle(self._slots)
-        self._streams: list[tuple[Target, Stream]] = []
+        self._lanes: dict[Context, _Lane] = {}
+        self._ways: list[tuple[Target, _Lane]] = []
+        self._undo = ExitStack()
         #: As of a :class:`HostWriter`.
         self.arrived: list[Chunk] = []
+
+    def lane(self, context: Context) -> _Lane:
+        """Return the way to a device; it is made once."""
+        if context not in self._lanes:
+            with context.current():
+                stream = self._undo.enter_context(context.stream())
+                # They spin, and not for long: the other buffer is read into meanwhile.
+                copied = [self._undo.enter_context(context.event(spin=True)) for _ in self._slots]
+            self._lanes[context] = _Lane(stream, copied)
+        return self._lanes[context]
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
         """Keep the targets mapped, and let the calling thread write to them; every copy is done when the block is left.
 
-        The context is current for all of it: that saves about half of the driver calls.
+        The context of the first chunk's device is current for all of it: that saves about half of the driver calls.
         """
+        read = self._slots[0].chunk
+        homes = (target for target in targets if read and target.pointers[read.allocation] is not None)
         with ExitStack() as undo:
             undo.enter_context(hold_all(targets))
-            undo.enter_context(targets[0].context.current())
-            for slot in self._slots:
-                # They spin, and not for long: the other buffer is read into meanwhile.
-                slot.copies = [undo.enter_context(target.context.event(spin=True)) for target in targets]
-            self._streams = [(target, undo.enter_context(target.context.stream())) for target in targets]
-            yield  # closing a stream waits for it
-        self._streams = []
+            undo.enter_context(next(homes, targets[0]).context.current())
+            self._ways = [(target, self.lane(target.context)) for target in targets]
+            for _, lane in self._ways:
+                undo.callback(lane.stream.synchronize)
+            yield
+        self._ways = []
         self.arrived += [slot.sent for slot in self._slots if slot.sent]
 
     def read(self, file: Readable, chunk: Chunk) -> None:
@@ -572,14 +629,20 @@ class PinnedRing:
         slot = next(self._next_sent)
         chunk = slot.chunk
         assert chunk
-        for (target, stream), copied in zip(self._streams, slot.copies, strict=True):
+        for target, (stream, copied) in self._ways:
             if (pointer := target.pointers[chunk.allocation]) is not None:
                 with target.context.current():
                     stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
-                    stream.record(copied)
-                slot.readers.append(copied)
+                    stream.record(copied[slot.number])
+                slot.readers.append(copied[slot.number])
         slot.sent = chunk
         return chunk.nbytes
+
+    def close(self) -> None:
+        """Give back what the devices have for it, and let the buffers go."""
+        self._slots.clear()
+        self._next_read = self._next_sent = cycle(())
+        self._undo.close()
 
 
 def _sources(targets: Sequence[Target]) -> Sequence[Target]:

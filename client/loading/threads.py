@@ -16,7 +16,7 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.transport import zmq_preflight
@@ -31,6 +31,14 @@ REPORT_SECONDS = 0.1
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes there are."""
+
+
+class Clearable(Protocol):
+    """What is left to do."""
+
+    def clear(self) -> None:
+        """Leave nothing."""
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,7 +86,7 @@ def drain(todo: deque[T], do: Callable[[T], None]) -> None:
 class WorkerThreads(ThreadPoolExecutor):
     """The threads that share what is left ``todo``. If one of them cannot start, nothing is left to the others."""
 
-    def __init__(self, count: int, name: str, todo: deque[Any]) -> None:
+    def __init__(self, count: int, name: str, todo: Clearable) -> None:
         super().__init__(count, name)
         self._name = name
         self._todo = todo

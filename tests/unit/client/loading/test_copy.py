@@ -430,16 +430,22 @@ def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends
             copying.begin()  # and never planned
 
 
-def test_devices_of_a_sharded_layout_take_turns(tmp_path: Path) -> None:
+def test_threads_keep_to_a_device_of_a_sharded_layout_until_it_has_all(tmp_path: Path) -> None:
     tensors = checkpoints.filled([(f"layer.{n}", "U8", (1000,)) for n in range(8)])
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
         places = {name: "first" if number < 4 else "second" for number, name in enumerate(tensors)}
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), groups=places)
         stored = list(zip(checkpoint.entries, layout.tensors, strict=True))
         homes = [("first", "second").index(home) for home in layout.spread(places)]
-        plan = copy.read_plan(stored, 1000, homes)
-    assert [homes[chunk.allocation] for chunk in plan][:6] == [0, 1] * 3
+        plan = copy.read_plan(stored, 1000)
     assert sum(chunk.nbytes for chunk in plan) == 8000
+    queues = copy.ChunkQueues()
+    queues.fill(plan, homes)
+    taken = [queues.take(number) for number in (0, 1, 2, 3, 0, 2, 4, 1, 0)]
+    assert [chunk and homes[chunk.allocation] for chunk in taken] == [0, 1, 0, 1, 0, 0, 1, 1, None]
+    queues.fill(plan, homes)
+    queues.clear()
+    assert queues.take(0) is None
 
 
 class Work:
