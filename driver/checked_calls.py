@@ -66,10 +66,10 @@ class Calls:
 
 def _checked(name: str, function: Callable[..., tuple[Any, ...]], results: Any) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        status, *values = function(*args)
-        if status:  # CUDA_SUCCESS is 0
-            raise DriverError(name, int(status), results(status).name, _shown(args))
-        return values[0] if len(values) == 1 else tuple(values) or None
+        answer = function(*args)
+        if answer[0]:  # CUDA_SUCCESS is 0
+            raise DriverError(name, int(answer[0]), results(answer[0]).name, _shown(args))
+        return answer[1] if len(answer) == 2 else answer[1:] or None
 
     return call
 

@@ -360,14 +360,16 @@ class Stream(ContextResource):
         """The driver's handle, a ``CUstream``, as other libraries take it."""
         return int(self._stream)
 
-    def copy_in(self, pointer: int, host_pointer: int, nbytes: int) -> None:
+    def copy_in(self, pointer: int, host_pointer: int, nbytes: int, copied: Event | None = None) -> None:
         """Start a copy of ``nbytes`` bytes at host address ``host_pointer`` to device address ``pointer``.
 
-        The host memory must not change until the copy is done. The caller goes on meanwhile only if the memory is
-        :class:`Pinned`.
+        The host memory must not change until the copy is done, which is where ``copied`` is put. The caller goes on
+        meanwhile only if the memory is :class:`Pinned`.
         """
         with self._context.current():
             self._calls.cuMemcpyHtoDAsync(pointer, host_pointer, nbytes, self._stream)
+            if copied:
+                self._calls.cuEventRecord(copied.handle, self._stream)
 
     def copy_out(self, host_pointer: int, pointer: int, nbytes: int) -> None:
         """Start a copy of ``nbytes`` bytes at device address ``pointer`` to host address ``host_pointer``.

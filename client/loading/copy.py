@@ -18,7 +18,7 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, zip_longest
@@ -327,12 +327,11 @@ class Chunk:
     #: ``(place in the image, bytes)`` of each tensor, or part of one, in the order of both runs
     pieces: list[tuple[int, int]] = field(default_factory=list)
     nbytes: int = 0
+    #: bytes of the image, gaps included
+    span: int = field(init=False)
 
-    @property
-    def span(self) -> int:
-        """Bytes of the image, gaps included."""
-        place, count = self.pieces[-1]
-        return place + count
+    def __post_init__(self) -> None:
+        self.span = sum(self.pieces[-1]) if self.pieces else 0
 
     @property
     def has_gaps(self) -> bool:
@@ -352,6 +351,7 @@ class Chunk:
         """Append ``count`` bytes, which go to ``place`` of the image."""
         self.pieces.append((place, count))
         self.nbytes += count
+        self.span = place + count
 
     def read(self, file: Readable, image: memoryview) -> None:
         """Read the bytes into their places in ``image``; the gaps stay as they are."""
@@ -413,8 +413,10 @@ class ChunkQueues:
         """Return the next chunk of the queue that the thread with this number begins with, else of one after it."""
         queues = self._queues
         for place in range(number, number + len(queues)):
-            with suppress(IndexError):
+            try:
                 return queues[place % len(queues)].popleft()
+            except IndexError:
+                continue
         return None
 
     def clear(self) -> None:
@@ -631,9 +633,7 @@ class PinnedRing:
         assert chunk
         for target, (stream, copied) in self._ways:
             if (pointer := target.pointers[chunk.allocation]) is not None:
-                with target.context.current():
-                    stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span)
-                    stream.record(copied[slot.number])
+                stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span, copied[slot.number])
                 slot.readers.append(copied[slot.number])
         slot.sent = chunk
         return chunk.nbytes
