@@ -26,8 +26,19 @@ WARM = 5
 """Versions that are not counted."""
 
 WOKEN = "a watcher's wake-up"
-WAYS = ((WOKEN, "vmm"), ("attached", "ipc"), ("attached", "vmm"), ("switched", "vmm"))
-"""How the follower takes a version, and the share kind: what is shared as ``ipc`` cannot be switched."""
+IN_PLACE = f"{WOKEN}, sealed in place"
+WAYS = (
+    (WOKEN, "ipc"),
+    (WOKEN, "vmm"),
+    (IN_PLACE, "vmm"),
+    ("attached", "ipc"),
+    ("attached", "vmm"),
+    ("switched", "vmm"),
+)
+"""How the follower takes a version, and the share kind: what is shared as ``ipc`` cannot be switched.
+
+Sealed in place, a draft stays mapped in its writer, which else unmaps it first.
+"""
 
 
 def measure(plan: Plan) -> list[Figure]:
@@ -50,10 +61,10 @@ def _versions(plan: Plan, layout: Layout, way: str, share: str) -> list[float]:
     with serving(plan.devices) as server, Broker(server.directory) as broker:
         _seal(broker, layout, share, 1)
         rounds = WARM + 2 * plan.rounds
-        with Child(wake if way == WOKEN else follow, server.directory, plan.gpu, way, rounds) as follower:
+        with Child(wake if way in (WOKEN, IN_PLACE) else follow, server.directory, plan.gpu, way, rounds) as follower:
             follower.answer()
             for number in range(2, 2 + rounds):
-                began = _seal(broker, layout, share, number)
+                began = _seal(broker, layout, share, number, in_place=way == IN_PLACE)
                 version, taken = follower.answer()
                 if version != number:
                     raise RuntimeError(f"version {number} was published, and the follower has version {version}")
@@ -61,12 +72,12 @@ def _versions(plan: Plan, layout: Layout, way: str, share: str) -> list[float]:
     return times[WARM:]
 
 
-def _seal(broker: Broker, layout: Layout, share: str, number: int) -> float:
+def _seal(broker: Broker, layout: Layout, share: str, number: int, *, in_place: bool = False) -> float:
     """Publish a version that is marked with its number; return when its seal began."""
     with broker.create(POOL, layout, share=share, wait=60.0) as draft:
         draft[MARKED].copy_from_bytes(number.to_bytes(8, "little").ljust(draft[MARKED].nbytes, b"\0"))
         began = perf_counter()
-        draft.seal()
+        draft.seal(in_place=in_place)
     return began
 
 
