@@ -22,7 +22,6 @@ from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
 from cubroker.protocol.paths import find_directory
 from cubroker.protocol.status import DeviceInfo
-from cubroker.server.byte_sizes import parse_bytes
 
 if TYPE_CHECKING:
     from cubroker.client import Broker
@@ -102,6 +101,8 @@ def reference(value: str) -> Reference:
 
 def size(value: str) -> int:
     """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage."""
+    from cubroker.server.config.schema import parse_bytes
+
     try:
         nbytes = parse_bytes(value)
     except Invalid as error:

@@ -23,7 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "server.store": {"driver", "protocol"},
     "server.ledger": {"protocol"},
     "server.transport": {"driver", "protocol", "server", "server.ledger", "server.store"},
-    "server.config": {"driver", "protocol", "server", "server.ledger", "server.transport"},
+    "server.config": {"driver", "protocol", "server.ledger", "server.transport"},
     "server.devices": {"driver", "protocol", "server", "server.config", "server.ledger", "server.store"},
     "server.monitoring": {"protocol", "server.config", "server.ledger", "server.transport"},
     "server.keeper": {"protocol", "server", "server.store"},

@@ -26,7 +26,6 @@ from msgspec import Meta, Struct, ValidationError, convert
 from cubroker.driver.driver import parse_spec
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
-from cubroker.server.byte_sizes import parse_budget, parse_bytes
 from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, NameReservation, Policy, Quota
 from cubroker.server.ledger.records import SESSION_FDS
 from cubroker.server.transport.unix_sockets import Access
@@ -40,6 +39,13 @@ OTHERS = "default"  #: The key of the budget of all devices that have none of th
 PRIVATE, SHARED = 0o600, 0o660  #: The mode of the sockets: for the broker's own user (and root), and with a group.
 LARGEST_DEVICE = 1 << 62  #: Bytes of the device that a budget is tried on; the real devices are not known yet.
 LONGEST = 80  #: Characters of a value in a complaint.
+
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power, _prefix: 1024**_power}
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
+_SHARE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*%", re.ASCII)
 
 Budgets = str | Mapping[str, str]
 """The budget of every device, or budgets by index or UUID, and ``default``."""
@@ -119,6 +125,34 @@ def mode(most: int) -> ValueKind:
 
     written = Natural | Annotated[str, Meta(pattern=r"^(0o?)?[0-7]{3}\Z")]
     return ValueKind(f'write it in octal, as in 0o640 or "640", up to 0o{most:03o}', written, bits, octal=True)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size: ``4096``, ``10GiB`` (or ``10G``), ``1.5GB``.
+
+    Raises:
+        Invalid: it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise Invalid(f"{text!r} is no size: write a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def parse_budget(text: str, total: int) -> int:
+    """Return the bytes that a budget grants of a device of ``total`` bytes: a size, or a share such as ``90%``.
+
+    Raises:
+        Invalid: it is neither, or 0, or more than the device has.
+    """
+    match = _SHARE.fullmatch(text.strip())
+    budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
+    if not 0 < budget <= total:
+        raise Invalid(
+            f"a budget of {text} is {budget} bytes, and the device has {total}; it can be 1 byte to all of them"
+        )
+    return budget
 
 
 def _bytes(value: int | str) -> int | None:

@@ -28,8 +28,7 @@ from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Phy
 from cubroker.driver.system_calls import FileId
 from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
-from cubroker.server.byte_sizes import parse_budget
-from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets
+from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets, parse_budget
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger.events import (
     Allocate,
