@@ -23,8 +23,7 @@ from cubroker.server.broker import Broker
 from cubroker.server.config.load import ConfigSources, Current
 from cubroker.server.config.schema import Config
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder, device_budgets
-from cubroker.server.devices.gpu_processes import NvmlWatch
-from cubroker.server.devices.mapped_memory import FileWatch, MappedChecks
+from cubroker.server.devices.mapped_memory import FileWatch, MappedChecks, NvmlWatch
 from cubroker.server.directory_lock import DOOR, REQUESTS, Directory
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger import Ledger

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.devices import gpu_processes
-from cubroker.server.devices.gpu_processes import Nvml, NvmlError, NvmlWatch
-from cubroker.server.devices.mapped_memory import MappedChecks
+from cubroker.server.devices import mapped_memory
+from cubroker.server.devices.mapped_memory import MappedChecks, Nvml, NvmlError, NvmlWatch
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger.events import AllocationId, ProcessMemory
 from tests.unit.server.loops import run
@@ -159,7 +158,7 @@ def test_a_process_that_ends_keeps_nothing_and_one_that_gets_its_number_is_anoth
     other.kill()
     other.wait()
     assert scene.memory(other.pid) is None
-    monkeypatch.setattr(gpu_processes, "started", lambda _: 1)
+    monkeypatch.setattr(mapped_memory, "started", lambda _: 1)
     scene.frees(8, GIB, OURS)
     assert scene.memory() == {8: GIB}
     monkeypatch.undo()
@@ -192,7 +191,7 @@ def test_devices_are_told_apart_and_one_that_gives_no_figures_changes_nothing(sc
 
 
 def test_only_so_many_processes_are_remembered(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_processes, "MAX_KEEPERS", 1)
+    monkeypatch.setattr(mapped_memory, "MAX_KEEPERS", 1)
     scene.mine[os.getppid()] = CONTEXT
     scene.frees(7, GIB, OURS)
     scene.frees(8, GIB, os.getppid())
@@ -206,7 +205,7 @@ def test_without_the_library_nothing_is_known(
     def load() -> Nvml:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(gpu_processes, "Nvml", load)
+    monkeypatch.setattr(mapped_memory, "Nvml", load)
     watch = NvmlWatch()
     for _ in range(2):
         watch.freeing(GPU)(AllocationId(7, 0), GIB)
@@ -230,7 +229,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, info 
 
 ASK = """
 import json, sys
-from cubroker.server.devices.gpu_processes import Nvml, NvmlError
+from cubroker.server.devices.mapped_memory import Nvml, NvmlError
 try:
     print(json.dumps(Nvml().processes(sys.argv[1])))
 except NvmlError as error:
