@@ -30,12 +30,12 @@ from cubroker.server.keeper.child import (
     LONGEST_PAUSE,
     Backoff,
     KeeperSignals,
+    NextRun,
     Run,
     RunPhase,
     TimeLimits,
 )
 from cubroker.server.keeper.descriptors import NAMELESS, FdSet, make_room
-from cubroker.server.keeper.standby import NextRun
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Datagram, Malformed, close_all
 

@@ -24,8 +24,8 @@ def eager(answer: float, settled: float) -> list[str]:
     """Return a keeper that has the next run stand by at once, and waits so many seconds for its answer."""
     script = f"""
 import sys
-from cubroker.server.keeper import child, keeper, standby
-standby.SETTLED, keeper.ANSWER = {settled}, {answer}
+from cubroker.server.keeper import child, keeper
+child.SETTLED, keeper.ANSWER = {settled}, {answer}
 sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 1000, pause=0.0)))
 """
     return [sys.executable, "-c", script]
