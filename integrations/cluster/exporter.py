@@ -57,7 +57,7 @@ from cubroker.integrations.cluster.messages import (
     Serve,
     WatchPool,
 )
-from cubroker.integrations.cluster.processes import PythonProcess
+from cubroker.integrations.cluster.source_process import SourceProcess
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
 from cubroker.protocol.fields import MAX_DEVICES
 from cubroker.protocol.status import PoolInfo
@@ -174,7 +174,7 @@ class _Peer:
     slot: int | None = None
     #: What it has opened, and the process that has that registered.
     opened: ExportedVersion | None = None
-    source: PythonProcess | None = None
+    source: SourceProcess | None = None
     began: float = 0.0
     #: Since when it could read.
     could: float = 0.0
@@ -232,7 +232,7 @@ class Exporter:
         #: When a line was written that anybody can cause, and how many were not since.
         self._warned: deque[float] = deque(maxlen=LINES)
         self._unsaid = 0
-        self._spare: asyncio.Task[PythonProcess] | None = None
+        self._spare: asyncio.Task[SourceProcess] | None = None
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
@@ -481,7 +481,7 @@ class Exporter:
         return next(slot for slot in range(limit) if slot not in readers)
 
     async def _opened(
-        self, source: PythonProcess, info: PoolInfo, draft: AnnouncedDraft | None, engine: str
+        self, source: SourceProcess, info: PoolInfo, draft: AnnouncedDraft | None, engine: str
     ) -> ExportedVersion:
         """Have a process open a version, and return its answer."""
         key = info.name, info.version
@@ -568,11 +568,11 @@ class Exporter:
     def _prepare(self) -> None:
         self._spare = asyncio.get_running_loop().create_task(self._start())
 
-    async def _start(self) -> PythonProcess:
+    async def _start(self) -> SourceProcess:
         assert self._broker is not None
-        return await PythonProcess.start(SOURCE, str(self._broker.directory))
+        return await SourceProcess.start(SOURCE, str(self._broker.directory))
 
-    async def _take(self) -> PythonProcess:
+    async def _take(self) -> SourceProcess:
         """Return the process that was started in advance, or one in its place if it is no more; and start the next."""
         spare = self._spare
         assert spare is not None

@@ -8,21 +8,93 @@ it, and no peer reads memory through a process that is gone.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from cubroker.client import Broker, Pool, digests
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.engine import NIXL, Engine, MemoryRegion, open_engine
-from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Serve
-from cubroker.protocol.errors import CubrokerError, Unsupported
+from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Going, Reply, Serve
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, Unsupported
 
 log = logging.getLogger(__name__)
+
+START = 60.0
+"""Seconds that a process has to start: it imports native libraries, from whatever disk."""
+
+ANSWER = 120.0
+"""Seconds that it has to answer: it may have to compute the digest of a large version."""
+
+
+class SourceProcess:
+    """Such a process as the exporter has it: asked in frames, and killed. Its standard input ends with the exporter."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
+
+    @classmethod
+    async def start(cls, module: str, *arguments: str) -> Self:
+        """Start a process, and return when it listens.
+
+        Raises:
+            Unavailable: it does not start.
+        """
+        started = cls(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", module, *arguments),  # noqa: TID251  -P: not from the current directory
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        )
+        try:
+            messages.expect(await started.hear(START), Going)
+        except BaseException:
+            await started.kill()
+            raise
+        return started
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        return self._process.returncode is None and not self._output.at_eof()
+
+    async def ask(self, request: Serve) -> Reply:
+        """Send a request and return the answer; raises ``Unavailable`` if the process ends or is silent."""
+        with suppress(ConnectionError):  # its end is noticed by what it does not say
+            self._input.write(messages.frame(request))
+            await self._input.drain()
+        return await self.hear(ANSWER)
+
+    async def hear(self, limit: float) -> Reply:
+        """Return what the process says next, within so many seconds; raises as :meth:`ask` does."""
+        try:
+            async with asyncio.timeout(limit):
+                head = await self._output.readexactly(messages.LENGTH.size)
+                return messages.reply(await self._output.readexactly(messages.length(head, messages.MAX_REPLY)))
+        except asyncio.IncompleteReadError:
+            status = await self._process.wait()
+            raise Unavailable(f"the process of the transfer ended with status {status}; its log says why") from None
+        except TimeoutError:
+            raise Unavailable(f"the process of the transfer did not answer within {limit:g} s") from None
+        except Invalid as error:
+            raise Unavailable(f"the process of the transfer said what cannot be read: {error.message}") from None
+
+    async def kill(self) -> None:
+        """Kill the process, unless it has ended, and return when it is gone."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
 
 
 def main(directory: str) -> None:
@@ -32,7 +104,7 @@ def main(directory: str) -> None:
     os.dup2(2, 1)  # libraries print to standard output
     try:
         engine = open_engine(NIXL)
-        _say(writing, messages.Going())  # libraries are loaded, and the engine is up
+        _say(writing, Going())  # libraries are loaded, and the engine is up
         asked = _hear(reading)
         if asked is None:
             return
@@ -56,7 +128,7 @@ def _hear(stream: BinaryIO) -> Serve | None:
     return order
 
 
-def _say(stream: BinaryIO, message: messages.Reply) -> None:
+def _say(stream: BinaryIO, message: Reply) -> None:
     stream.write(messages.frame(message))
     stream.flush()
 

@@ -49,7 +49,7 @@ QUICK = {
     "config": ["config", "check"],
     "vllm": ["vllm", "--help"],
     "certificates": ["certificates", "authority", "{place}/authority"],
-    "export": ["export", "--help"],  # the processes of the cluster start by `python_command`
+    "export": ["export", "--help"],  # its processes start with -P as well
     "fetch": ["fetch", "--help"],
     "peers": ["peers", "--help"],
 }

@@ -34,7 +34,7 @@ from cubroker.integrations.cluster.messages import (
     Serve,
     WatchPool,
 )
-from cubroker.integrations.cluster.processes import PythonProcess
+from cubroker.integrations.cluster.source_process import SourceProcess
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import (
     CubrokerError,
@@ -498,13 +498,13 @@ def test_the_digests_of_a_version_that_was_sealed_without_are_computed_once(
 ) -> None:
     publish(directory, name)
     asked: list[Serve] = []
-    ask = PythonProcess.ask
+    ask = SourceProcess.ask
 
-    async def recorded(self: PythonProcess, request: Serve) -> Any:
+    async def recorded(self: SourceProcess, request: Serve) -> Any:
         asked.append(request)
         return await ask(self, request)
 
-    monkeypatch.setattr(PythonProcess, "ask", recorded)
+    monkeypatch.setattr(SourceProcess, "ask", recorded)
     found = []
     for known in (False, True):
         with serving.connect() as connection:

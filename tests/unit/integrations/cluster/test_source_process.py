@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.integrations.cluster import messages, processes
+from cubroker.integrations.cluster import messages, source_process
 from cubroker.integrations.cluster.engine import NIXL
 from cubroker.integrations.cluster.messages import ExportedVersion, PeerRefusal, Serve
-from cubroker.integrations.cluster.processes import PythonProcess
+from cubroker.integrations.cluster.source_process import SourceProcess
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unavailable
 from tests.brokers import PATIENCE, eventually
@@ -27,7 +27,7 @@ def ended(directory: Path, *requests: Serve) -> tuple[list[messages.Reply], int]
     """Ask a process, and end its input; returns its answers and its status."""
 
     async def run() -> tuple[list[messages.Reply], int]:
-        process = await PythonProcess.start("plain_source", str(directory))
+        process = await SourceProcess.start("plain_source", str(directory))
         try:
             answers = [await process.ask(each) for each in requests]
             assert process.alive or isinstance(answers[-1], PeerRefusal)
@@ -66,18 +66,18 @@ def test_what_a_process_cannot_open_is_its_answer_and_its_end(directory: Path, n
 )
 def test_a_process_that_does_not_work_is_an_error(module: str, why: str) -> None:
     with pytest.raises(Unavailable, match=f"the process of the transfer {why}"):
-        asyncio.run(PythonProcess.start(module))
+        asyncio.run(SourceProcess.start(module))
 
 
 def test_a_process_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    monkeypatch.setattr(processes, "START", 0.01)
+    monkeypatch.setattr(source_process, "START", 0.01)
     with pytest.raises(Unavailable, match=r"did not answer within 0\.01 s"):
-        asyncio.run(PythonProcess.start("plain_source", str(directory)))
+        asyncio.run(SourceProcess.start("plain_source", str(directory)))
 
 
 def test_a_process_that_has_ended_answers_nothing(directory: Path) -> None:
     async def run() -> None:
-        process = await PythonProcess.start("plain_source", str(directory))
+        process = await SourceProcess.start("plain_source", str(directory))
         await process.kill()
         await process.kill()
         assert not process.alive
