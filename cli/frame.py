@@ -13,9 +13,12 @@ from typing import Any
 from rich.text import Text
 
 from cubroker.cli import format, processes
-from cubroker.cli.terminal import BACKSPACE, DOWN, END, ENTER, ESCAPE, HOME, PAGE_DOWN, PAGE_UP, UP
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, PoolInfo
+
+UP, DOWN, PAGE_UP, PAGE_DOWN, HOME, END = "up", "down", "page up", "page down", "home", "end"
+ENTER, ESCAPE, BACKSPACE = "enter", "escape", "backspace"
+"""The keys that are not characters."""
 
 NARROWEST = 40
 """Columns that a picture has at least, however narrow the terminal."""
@@ -100,7 +103,7 @@ class Choice:
         """Change what is shown by a key; return whether to go on.
 
         Args:
-            key: as :class:`~cubroker.cli.terminal.Terminal` has it.
+            key: a character, or one of the names above.
             devices: the indexes that there are.
         """
         if self.typing:

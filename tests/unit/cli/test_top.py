@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.cli import terminal as keys
+from cubroker.cli import frame as keys
 from cubroker.cli.frame import CLIENTS, POOLS, Choice, Frame
+from cubroker.cli.top import split
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
@@ -583,7 +584,7 @@ def test_options_choose_what_is_shown(directory: Path, name: str) -> None:
     ],
 )
 def test_keys_are_told_from_what_a_terminal_sends(sent: str, expected: list[str]) -> None:
-    assert keys.split(sent) == expected
+    assert split(sent) == expected
 
 
 @pytest.mark.slow
