@@ -19,10 +19,9 @@ from typing import NamedTuple, Self
 from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
-from cubroker.client.draft import Draft
+from cubroker.client.draft import Arrays, Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import FileCopy, Target, hold_all, homes_of, target_of
-from cubroker.client.named_arrays import Arrays, describe
 from cubroker.client.pool import Pool
 from cubroker.client.transport.requests import version_number
 from cubroker.driver import Context, Driver, DriverError, Stream
@@ -89,7 +88,7 @@ class Sources:
 
     @classmethod
     def of(cls, source: object, driver: Driver) -> Self:
-        """Describe what is to be published; arguments and errors are those of :func:`~.named_arrays.describe`."""
+        """Describe what is to be published; arguments and errors are those of :func:`~.draft.describe`."""
         return cls(driver, describe(source, driver))
 
     def placed(

@@ -529,9 +529,9 @@ class MemPool(Closeable, NotPicklable):
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the tensors that cannot be published where they are copies in the draft as their ``data``."""
-        from cubroker.client import named_arrays
+        from cubroker.client.draft import describe, find_in
 
-        _, elsewhere = named_arrays.find(self.pool, named_arrays.describe(tensors, self._driver))
+        _, elsewhere = find_in(self.pool, describe(tensors, self._driver))
         device, done = torch.device("cuda", self._device), set[int]()
         with self.use(), torch.no_grad():
             for name in elsewhere:

@@ -19,7 +19,7 @@ import numpy as np
 from cubroker.client import Broker, Draft, Pool
 from cubroker.client.arrays import HostArray
 from cubroker.client.delta import Updated
-from cubroker.client.named_arrays import Arrays
+from cubroker.client.draft import Arrays
 from cubroker.client.publish import Sources
 from cubroker.driver import Driver
 from cubroker.protocol import Layout

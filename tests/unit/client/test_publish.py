@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from cubroker.client import Broker, Draft, SharedTensor, dlpack, named_arrays
+from cubroker.client import Broker, Draft, SharedTensor, dlpack
 from cubroker.client import publish as publishing
 from cubroker.client.arrays import MAX_COPIES
 from cubroker.client.devices import context as context_on
@@ -352,7 +352,7 @@ class Copies(OnGpu):
 @pytest.fixture
 def gpus(client: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Context]]:
     """The contexts of the host devices, which stand for GPUs; their memory is freed."""
-    monkeypatch.setattr(named_arrays, "_context", context_on)
+    monkeypatch.setattr("cubroker.client.draft._context", context_on)
     contexts = [context_on(client.driver, index) for index in (0, 1)]
     made: list[tuple[Context, int]] = []
     allocate = Context.allocate
