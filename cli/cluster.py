@@ -20,8 +20,16 @@ import msgspec
 
 from cubroker.cli import completion, format, options
 from cubroker.cli.load import progress
-from cubroker.integrations.cluster import exporter, identity, peers
-from cubroker.integrations.cluster.connection import PeerAddress, parse
+from cubroker.integrations.cluster import exporter, identity
+from cubroker.integrations.cluster.connection import (
+    PEERS_FILE,
+    PeerAddress,
+    PeerAnswer,
+    ask_peers,
+    known_peers,
+    parse,
+    resolve,
+)
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.sources import WIDTH
@@ -75,7 +83,7 @@ from_hosts = click.option(
     type=_hosts,
     metavar="HOST[:PORT],...",
     help="Hosts that may have it; a name with several addresses stands for all of them."
-    f"  [default: $CUBROKER_PEERS, else {peers.FILE}]",
+    f"  [default: $CUBROKER_PEERS, else {PEERS_FILE}]",
 )
 metrics = click.option(
     "--metrics",
@@ -231,7 +239,7 @@ def fetch_pool(
         "width": width,
         "patience": patience,
     }
-    sources = peers.known(hosts or ())
+    sources = known_peers(hosts or ())
     if following:
         _follow(reference.name, sources, common, metrics, as_json=as_json)
         return
@@ -316,7 +324,7 @@ def show_peers(
 
     NAME is a pool's, or a pattern such as 'qwen*'. The status is 1 if a host does not answer.
     """
-    answers = peers.ask(peers.resolve(peers.known(hosts or ())), identity.find_folder(certificates))
+    answers = ask_peers(resolve(known_peers(hosts or ())), identity.find_folder(certificates))
     answers = [_matching(answer, patterns) for answer in answers] if patterns else answers
     if as_json:
         format.document([_plain(answer) for answer in answers])
@@ -345,14 +353,14 @@ def _state(offer: Offer) -> str:
     return "current" if offer.current else "superseded"
 
 
-def _matching(answer: peers.PeerAnswer, patterns: Sequence[str]) -> peers.PeerAnswer:
+def _matching(answer: PeerAnswer, patterns: Sequence[str]) -> PeerAnswer:
     if answer.offers is None:
         return answer
     kept = tuple(each for each in answer.offers.offers if any(fnmatchcase(each.name, pattern) for pattern in patterns))
     return answer._replace(offers=msgspec.structs.replace(answer.offers, offers=kept))
 
 
-def _plain(answer: peers.PeerAnswer) -> dict[str, object]:
+def _plain(answer: PeerAnswer) -> dict[str, object]:
     offers = answer.offers
     return {
         "host": answer.address.host,

@@ -20,8 +20,8 @@ import msgspec
 from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.requests import version_number
-from cubroker.integrations.cluster import identity, messages, peers
-from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection
+from cubroker.integrations.cluster import identity, messages
+from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection, resolve
 from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
@@ -177,7 +177,7 @@ def _following(order: Order, progress: OnProgress | None, failed: Callable[[Cubr
     pause, refusals, own = PAUSES[0], 0, set[PeerAddress]()
     while True:
         refused: list[CubrokerError] = []
-        addresses = [address for address in peers.resolve(order.peers) if address not in own]
+        addresses = [address for address in resolve(order.peers) if address not in own]
         for address in addresses:
             try:
                 for version in _versions(address, order, last=len(addresses) == 1):

@@ -16,8 +16,8 @@ from random import Random
 from typing import NamedTuple
 
 from cubroker.client import digests
-from cubroker.integrations.cluster import messages, peers
-from cubroker.integrations.cluster.connection import OwnHost, PeerAddress
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, resolve
 from cubroker.integrations.cluster.filling import Filling
 from cubroker.integrations.cluster.messages import ExportedVersion, Offer, Open, Order
 from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported, SourceReader
@@ -125,7 +125,7 @@ class SourceChoice:
         self._order = order
         self._report = report
         self._chance = Random()  # noqa: S311  # which of equal hosts is asked
-        self._hosts = [Host(address) for address in peers.resolve(order.peers)]
+        self._hosts = [Host(address) for address in resolve(order.peers)]
         if not order.version:  # else the first that has it says what it is
             self._chance.shuffle(self._hosts)  # or all hosts of a cluster would ask the same ones first
         self._started: list[SourceReader] = []

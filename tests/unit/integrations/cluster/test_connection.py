@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cubroker.integrations.cluster import connection, identity, messages, peers
-from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection, parse
+from cubroker.integrations.cluster import connection, identity, messages
+from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection, parse, resolve
 from cubroker.integrations.cluster.messages import PORT, Going, List, Offers, PeerHello, PeerWelcome
 from cubroker.protocol.errors import Denied, Invalid, Unavailable
 from tests.unit.integrations.cluster.hosts import HOST, Certificates
@@ -73,7 +73,7 @@ def test_any_text_is_an_address_or_invalid_and_no_address_is_a_fault_of_the_reso
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", _encoded)
-        assert peers.resolve([text]) == [address]
+        assert resolve([text]) == [address]
 
 
 def _encoded(host: str, *_: object, **__: object) -> list[object]:

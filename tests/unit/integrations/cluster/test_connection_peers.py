@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.integrations.cluster import peers
-from cubroker.integrations.cluster.connection import PeerAddress
+from cubroker.integrations.cluster.connection import PeerAddress, PeerAnswer, ask_peers, known_peers, resolve
 from cubroker.integrations.cluster.messages import PORT, Offer, Offers, PeerRefusal
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Unavailable
 from tests.unit.integrations.cluster.hosts import HOST, Certificates
@@ -24,11 +23,11 @@ def file(tmp_path: Path) -> Path:
 
 def test_what_is_given_comes_before_the_variable_and_that_before_the_file(file: Path) -> None:
     variable = {"CUBROKER_PEERS": " of-variable ,, b:80,"}
-    assert peers.known(["given"], variable, file) == ("given",)
-    assert peers.known([], variable, file) == ("of-variable", "b:80")
-    assert peers.known([], {}, file) == ("of-file", "other:80")
-    assert peers.known([], {"CUBROKER_PEERS": ""}, file) == ("of-file", "other:80")
-    assert peers.known([], {"CUBROKER_PEERS": " , "}, file) == ("of-file", "other:80")
+    assert known_peers(["given"], variable, file) == ("given",)
+    assert known_peers([], variable, file) == ("of-variable", "b:80")
+    assert known_peers([], {}, file) == ("of-file", "other:80")
+    assert known_peers([], {"CUBROKER_PEERS": ""}, file) == ("of-file", "other:80")
+    assert known_peers([], {"CUBROKER_PEERS": " , "}, file) == ("of-file", "other:80")
 
 
 def test_without_any_it_is_said_where_they_are_named(file: Path, tmp_path: Path) -> None:
@@ -36,10 +35,10 @@ def test_without_any_it_is_said_where_they_are_named(file: Path, tmp_path: Path)
         with pytest.raises(
             NotFound, match=rf"no peers are known: name them by --from or \$CUBROKER_PEERS, or in {absent}"
         ):
-            peers.known([], {}, absent)
+            known_peers([], {}, absent)
     file.write_text("peers = []")
     with pytest.raises(NotFound, match="no peers are known"):
-        peers.known([], {}, file)
+        known_peers([], {}, file)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +56,12 @@ def test_without_any_it_is_said_where_they_are_named(file: Path, tmp_path: Path)
 def test_a_file_that_is_none_is_named(file: Path, content: bytes, why: str) -> None:
     file.write_bytes(content)
     with pytest.raises(Invalid, match=f"{file} cannot be read for peers: .*({why})"):
-        peers.known([], {}, file)
+        known_peers([], {}, file)
 
 
 def test_a_folder_in_place_of_the_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"cannot be read for peers: .*directory"):
-        peers.known([], {}, tmp_path)
+        known_peers([], {}, tmp_path)
 
 
 # -- addresses -------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 def test_a_name_with_several_addresses_stands_for_all_of_them(names: dict[str, list[str]]) -> None:
     names |= {"many": ["10.0.0.2", "10.0.0.1", "::1"], "one": ["10.0.0.9"]}
-    assert peers.resolve(["many:80", "one"]) == [
+    assert resolve(["many:80", "one"]) == [
         PeerAddress("many", 80, "10.0.0.2"),
         PeerAddress("many", 80, "10.0.0.1"),
         PeerAddress("many", 80, "::1"),
@@ -93,7 +92,7 @@ def test_a_name_with_several_addresses_stands_for_all_of_them(names: dict[str, l
 
 
 def test_a_name_that_nobody_knows_stays_and_each_address_comes_once(names: dict[str, list[str]]) -> None:
-    assert peers.resolve(["unknown", "unknown:7411", "unknown:80"]) == [
+    assert resolve(["unknown", "unknown:7411", "unknown:80"]) == [
         PeerAddress("unknown", PORT),
         PeerAddress("unknown", 80),
     ]
@@ -102,12 +101,12 @@ def test_a_name_that_nobody_knows_stays_and_each_address_comes_once(names: dict[
 def test_a_name_that_no_host_can_have_is_invalid() -> None:
     for name in ("gpu 1", "a..b", "a" * 64):
         with pytest.raises(Invalid, match="names no exporter"):
-            peers.resolve(["gpu-1", name])
+            resolve(["gpu-1", name])
 
 
 def test_the_addresses_of_this_host() -> None:
-    assert peers.resolve(["127.0.0.1", "[::1]:80"]) == [PeerAddress("127.0.0.1", PORT), PeerAddress("::1", 80)]
-    assert peers.resolve([]) == []
+    assert resolve(["127.0.0.1", "[::1]:80"]) == [PeerAddress("127.0.0.1", PORT), PeerAddress("::1", 80)]
+    assert resolve([]) == []
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -121,12 +120,12 @@ def test_hosts_are_asked_at_once_and_answer_in_their_order(certificates: Certifi
     ):
         with socket.create_server((HOST, 0)) as server:
             nobody = PeerAddress(*server.getsockname())
-        first, second, third = peers.ask([one.address, two.address, nobody], certificates.of("root"))
-    assert first == peers.PeerAnswer(one.address, offers, None)
+        first, second, third = ask_peers([one.address, two.address, nobody], certificates.of("root"))
+    assert first == PeerAnswer(one.address, offers, None)
     assert (second.address, second.offers, type(second.error)) == (two.address, None, Denied)
     assert (third.address, third.offers, type(third.error)) == (nobody, None, Unavailable)
 
 
 def test_there_is_a_host_to_ask(certificates: Certificates) -> None:
     with pytest.raises(Unavailable, match="there is no host to ask"):
-        peers.ask([], certificates.host)
+        ask_peers([], certificates.host)
