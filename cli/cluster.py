@@ -33,7 +33,7 @@ from cubroker.integrations.cluster.connection import (
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.sources import WIDTH
-from cubroker.protocol.errors import CubrokerError, Invalid
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, needing
 from cubroker.server import logs
 from cubroker.server.store import sd_notify
 
@@ -130,18 +130,11 @@ def export(
     certificate of the cluster's authority, and gets the pools that the user may attach to whom it names.
     """
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
-        meter = _export_metrics(metrics) if metrics else None
+        meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
         service = exporter.Exporter(directory, identity.find_folder(certificates), rules, meter)
         with logs.to_standard_output() as say:
             asyncio.run(_serve(service, listen, say))
-
-
-def _export_metrics(address: PeerAddress) -> exporter.Meter:
-    from cubroker.integrations.cluster.metrics import ExportMetrics, serve
-
-    serve(address)
-    return ExportMetrics()
 
 
 async def _serve(service: exporter.Exporter, listen: PeerAddress, say: Any) -> None:
@@ -266,12 +259,7 @@ def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:
 def _follow(
     name: str, sources: Sequence[str], common: dict[str, Any], address: PeerAddress | None, *, as_json: bool
 ) -> None:
-    meter = None
-    if address:
-        from cubroker.integrations.cluster.metrics import FetchMetrics, serve
-
-        serve(address)
-        meter = FetchMetrics()
+    meter = _FetchMetrics(address) if address else None
 
     def failed(error: CubrokerError) -> None:
         format.note(f"cubroker: {format.reason(error)}; trying again")
@@ -469,3 +457,86 @@ def show_certificate(certificate: Path, as_json: bool) -> None:
         return
     hosts = f"exports as {', '.join(found.hosts)}" if found.hosts else "fetches, and does not export"
     format.say(format.printable(f"user {found.user}, {hosts}, valid until {found.until:%Y-%m-%d %H:%M} UTC"))
+
+
+# -- metrics -------------------------------------------------------------------------------------------
+
+BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Seconds, upper ends."""
+
+
+def _serve_metrics(address: PeerAddress) -> None:
+    """Serve the figures of this process until it ends, by the library's own server.
+
+    Raises:
+        Unavailable: the address cannot be listened at.
+        Unsupported: prometheus-client is not installed.
+    """
+    with needing("metrics", "cubroker[server]"):
+        from prometheus_client import start_http_server
+    try:
+        start_http_server(address.port, address.host)
+    except OSError as error:
+        raise Unavailable(f"metrics at {address}: {error.strerror or error}; name another --metrics") from None
+
+
+class _ExportMetrics(exporter.Meter):
+    """What an exporter does."""
+
+    def __init__(self, address: PeerAddress) -> None:
+        _serve_metrics(address)
+        from prometheus_client import Counter, Gauge
+
+        self._connections = Gauge("cubroker_export_connections", "Peers that are connected.")
+        self._readers = Gauge("cubroker_export_readers", "Peers that read a version.")
+        self._drafts = Gauge("cubroker_export_drafts", "Versions that are offered while they come.")
+        self._bytes = Counter("cubroker_export_read_bytes", "Bytes that peers say they have read.", ["pool"])
+        self._versions = Counter("cubroker_export_versions", "Versions that peers have read whole.", ["pool"])
+        self._refusals = Counter("cubroker_export_refusals", "Requests that were refused.", ["code"])
+
+    def connected(self, count: int) -> None:
+        self._connections.set(count)
+
+    def reading(self, count: int) -> None:
+        self._readers.set(count)
+
+    def passing_on(self, count: int) -> None:
+        self._drafts.set(count)
+
+    def read(self, pool: str, nbytes: int) -> None:
+        self._bytes.labels(pool).inc(nbytes)
+
+    def took(self, pool: str) -> None:
+        self._versions.labels(pool).inc()
+
+    def refused(self, code: str) -> None:
+        self._refusals.labels(code).inc()
+
+
+class _FetchMetrics:
+    """What a command that follows a pool has fetched."""
+
+    def __init__(self, address: PeerAddress) -> None:
+        _serve_metrics(address)
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._bytes = Counter("cubroker_fetch_bytes", "Bytes of versions that were fetched.", ["pool"])
+        self._parts = Counter(
+            "cubroker_fetch_part_bytes", "Bytes of these from hosts that were still fetching themselves.", ["pool"]
+        )
+        self._seconds = Histogram("cubroker_fetch_seconds", "How long a version took.", ["pool"], buckets=BUCKETS)
+        self._version = Gauge(
+            "cubroker_fetch_version", "The last version that was fetched, by its number here.", ["pool"]
+        )
+        self._failures = Counter("cubroker_fetch_failures", "Attempts that failed, and were made again.", ["code"])
+
+    def fetched(self, result: Fetched) -> None:
+        """A version is there."""
+        self._bytes.labels(result.name).inc(result.nbytes)
+        self._parts.labels(result.name).inc(result.from_parts)
+        self._seconds.labels(result.name).observe(result.seconds)
+        self._version.labels(result.name).set(result.version)
+
+    def failed(self, error: CubrokerError) -> None:
+        """An attempt failed."""
+        self._failures.labels(error.code).inc()

@@ -29,7 +29,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -121,8 +121,8 @@ class Rules:
     rate: float = RATE
 
 
-class Meter(Protocol):
-    """Is told what the exporter does, for metrics."""
+class Meter:
+    """Is told what the exporter does, for metrics; this one counts nothing."""
 
     def connected(self, count: int) -> None:
         """So many peers are connected now."""
@@ -141,23 +141,6 @@ class Meter(Protocol):
 
     def refused(self, code: str) -> None:
         """A request was refused, for this reason."""
-
-
-class NullMeter:
-    """A meter that nobody reads."""
-
-    def connected(self, count: int) -> None:
-        """See :class:`Meter`."""
-
-    reading = passing_on = connected
-
-    def read(self, pool: str, nbytes: int) -> None:
-        """See :class:`Meter`."""
-
-    def took(self, pool: str) -> None:
-        """See :class:`Meter`."""
-
-    refused = took
 
 
 @dataclass(slots=True, eq=False)
@@ -220,7 +203,7 @@ class Exporter:
         self._directory = directory
         self._certificates = certificates
         self._rules = rules or Rules()
-        self._meter: Meter = meter or NullMeter()
+        self._meter: Meter = meter or Meter()
         self._context = identity.serving_context(certificates)
         self._broker: Broker | None = None
         self._peers: set[_Peer] = set()

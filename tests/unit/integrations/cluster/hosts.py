@@ -37,7 +37,7 @@ class Certificates:
         return folder
 
 
-class Recorder:
+class Recorder(Meter):
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
