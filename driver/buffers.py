@@ -64,8 +64,8 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-def differ(one: int, other: int, nbytes: int) -> bool:
-    """Whether host memory at two addresses differs."""
+def differ(one: int | ctypes.Array[Any], other: int | ctypes.Array[Any], nbytes: int) -> bool:
+    """Whether host memory at two addresses, or of two buffers, differs."""
     return bool(_memcmp(one, other, nbytes))
 
 

@@ -21,7 +21,7 @@ from cubroker.protocol import paths as places
 from cubroker.protocol.errors import explain
 from cubroker.server import process_info
 from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
-from cubroker.server.transport.peer_credentials import CREDENTIALS
+from cubroker.server.transport.unix_sockets import CREDENTIALS
 
 NAME = "cubroker"
 UNIT = f"{NAME}.service"

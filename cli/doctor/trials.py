@@ -23,15 +23,12 @@ from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
 from cubroker.driver import Context, Device, Driver, DriverError, load
 from cubroker.driver.buffers import round_up
 from cubroker.protocol.messages import IPC, VMM
-from cubroker.server.hardening import python_command
+from cubroker.server.hardening import PR_SET_PDEATHSIG, prctl, python_command
 
 R = TypeVar("R")
 
 SIZE = 2 << 20
 """Bytes that are shared."""
-
-PR_SET_PDEATHSIG = 1
-"""What prctl(2) is asked for; Python has no name for it."""
 
 DRIVER_LIBRARY = "libcuda.so.1"
 
@@ -47,7 +44,7 @@ class Shared(msgspec.Struct):
 
 def main(parent: str, task: str, spec: str, index: str = "0") -> None:
     """Run one task to its end, or to that of its parent, the process that started it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         return  # it ended before it could be followed
     result = survey(spec) if task == "survey" else attempt(task, spec, int(index))

@@ -17,16 +17,13 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import batched_copy, digest
-from cubroker.driver.buffers import keep_first, round_up
+from cubroker.driver.buffers import differ, keep_first, round_up
 from cubroker.driver.host.devices import Refusal, Result, answers, check
 from cubroker.driver.host.multicast import MulticastFunctions
 
 _ENTRY = re.compile(rb"\.visible \.entry (\w+)\(")
 _PIECE = 16
 _WORD = (1 << 64) - 1
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 _SIZES = {
     b"cubroker_broadcast": (1, 1, 1),
@@ -141,7 +138,7 @@ class HostModule(MulticastFunctions):
         for entry, one, other, nbytes in _segments(blocks, threads, count, table):
             for here, there, part in self._parts(one, other, nbytes):
                 with _faulting():
-                    if _memcmp(self.readable(here, part), self.readable(there, part), part):
+                    if differ(self.readable(here, part), self.readable(there, part), part):
                         ctypes.c_uint32.from_address(flags + 4 * entry).value = 1
 
     def _parts(self, one: int, other: int, nbytes: int) -> Iterator[tuple[int, int, int]]:

@@ -37,10 +37,11 @@ from cubroker.server import process_info
 from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
-from cubroker.server.transport.peer_credentials import CREDENTIALS, Peer, RejectionLog, identify, verify
+from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, verify
 from cubroker.server.transport.requests import IncomingRequests
 from cubroker.server.transport.session import SessionConnection, label
 from cubroker.server.transport.session_journal import LoggedSession, SessionLog
+from cubroker.server.transport.unix_sockets import CREDENTIALS
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver

@@ -19,13 +19,12 @@ from time import monotonic
 
 from cubroker.driver import system_calls
 from cubroker.protocol.errors import Denied, Unsupported
-from cubroker.server.transport.unix_sockets import is_ready
+from cubroker.server.transport.unix_sockets import CREDENTIALS, is_ready
 
 log = logging.getLogger(__name__)
 
 SO_PEERPIDFD = 77  #: Linux 6.5: a pidfd of the process that connected (asm-generic/socket.h; Python does not name it).
 SO_PEERGROUPS = 59  #: Linux 4.13: the supplementary groups of the process that connected, as ``gid_t[]``.
-CREDENTIALS = struct.Struct("iII")  #: ``struct ucred``: pid, uid and gid.
 
 INIT = 1
 ROOT = 0

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from cubroker.protocol.errors import about
 
-_CREDENTIALS = struct.Struct("iII")
+CREDENTIALS = struct.Struct("iII")  #: ``struct ucred``: pid, uid and gid.
 
 
 def is_ready(file: int | socket.socket, events: int) -> bool:
@@ -55,7 +55,7 @@ class ProbeResult(NamedTuple):
     @property
     def pid(self) -> int:
         """The process that made the socket listen; 0 if the kernel does not tell."""
-        return _CREDENTIALS.unpack(self.credentials)[0] if self.credentials else 0
+        return CREDENTIALS.unpack(self.credentials)[0] if self.credentials else 0
 
     @property
     def lives(self) -> bool:
@@ -87,7 +87,7 @@ def probe(path: Path, kind: int) -> ProbeResult:
 
 def _credentials(end: socket.socket) -> bytes:
     """Return the process that made a socket listen; ``end`` is that socket, or one connected to it."""
-    return end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
 
 
 class BoundSocket:
