@@ -1,20 +1,41 @@
-"""What every process of ours does for itself: hide from its user's other processes, return memory, start Python safely.
+"""What processes of ours do for themselves: hide, start Python safely, return memory; and the gateway's confinement.
 
 *Hiding.* A user's processes may open the files that each of them has open (``/proc/PID/fd``), read and write its
 memory, and trace it. A broker holds the memory of all users, and the journal with the secrets of all sessions. So its
 processes tell the kernel that they are not to be dumped (``PR_SET_DUMPABLE``): that forbids all of it to everybody but
 a holder of CAP_SYS_PTRACE, and gives their files in ``/proc`` to root. A program can be dumped until it says so: the
 interpreter, and the imports of a command, come before.
+
+*Confinement.* A peer that exploits libzmq runs code in the gateway, as the broker's user. Once the gateway listens, it
+may ask of the kernel what its loop and libzmq's threads need. Two mechanisms keep that code from the rest of the
+machine; neither needs a privilege, and neither can be undone:
+
+* Landlock takes all access to files, to TCP, to abstract sockets and to processes outside, by signals. It holds for a
+  thread and those that it starts, so it comes before libzmq's.
+* A filter (seccomp) refuses every system call that is not in :data:`CALLS`, with EPERM. It comes when everything is
+  open, and holds for all threads at once. No file, socket or process can be opened, traced or signalled, nor memory be
+  made executable. libzmq's threads start beside it, so what they ask for at their start is allowed.
+
+The filter is written out here, about 120 instructions. libseccomp would write it, and pyseccomp loads that, but it is a
+library of the system's, which most containers lack.
+
+A kernel may have either, both or none of them (:func:`obstacles`); the broker says so, and serves without.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
+import platform
 import resource
+import struct
 import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38  #: Options of prctl(2); Python has no names for them.
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_NO_NEW_PRIVS = 1, 4, 15, 38  #: Options of prctl(2).
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3  #: Parameters of ``mallopt`` (malloc.h).
@@ -59,3 +80,203 @@ def python_command(module: str, *arguments: str) -> list[str]:
     ``json.py`` there would run with the rights of any user who starts cubroker in that directory. ``-P`` leaves it out.
     """
     return [sys.executable, "-P", "-m", module, *arguments]  # noqa: TID251
+
+
+# -- the gateway's confinement -------------------------------------------------------------------------
+
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Machines with a filter, and the kernel's numbers for them (linux/audit.h)."""
+
+CALLS: Mapping[str, tuple[int | None, int | None]] = {
+    # messages
+    "read": (0, 63),
+    "write": (1, 64),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "sendto": (44, 206),
+    "recvfrom": (45, 207),
+    "sendmsg": (46, 211),
+    "recvmsg": (47, 212),
+    # connections
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "shutdown": (48, 210),
+    "getsockname": (51, 204),
+    "getpeername": (52, 205),
+    "setsockopt": (54, 208),
+    "getsockopt": (55, 209),
+    "close": (3, 57),
+    # waiting
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
+    "epoll_ctl": (233, 21),
+    "futex": (202, 98),
+    "clock_gettime": (228, 113),
+    "clock_nanosleep": (230, 115),
+    "nanosleep": (35, 101),
+    "sched_yield": (24, 124),
+    "restart_syscall": (219, 128),
+    # memory
+    "brk": (12, 214),
+    "munmap": (11, 215),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "getrandom": (318, 278),
+    # threads, signals, the end
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "getpid": (39, 172),
+    "gettid": (186, 178),
+    "set_robust_list": (273, 99),
+    "rseq": (334, 293),
+    "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120),
+    "sched_getaffinity": (204, 123),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
+"""System calls that are allowed, and their numbers on the two machines; None where one has another for the same."""
+
+MMAP, MPROTECT = (9, 222), (10, 226)
+FCNTL, TGKILL, PRCTL, SCHED_SETSCHEDULER = (72, 25), (234, 131), (157, 167), (144, 119)
+F_SETFL = 4
+
+SECCOMP = {"x86_64": 317, "aarch64": 277}
+SECCOMP_SET_MODE_FILTER, SECCOMP_GET_ACTION_AVAIL = 1, 2
+SECCOMP_FILTER_FLAG_TSYNC = 1
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+
+LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
+LANDLOCK_CREATE_RULESET_VERSION = 1
+FILES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""How many kinds of access to files a version of Landlock knows; later ones at least as many as 5."""
+
+LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+NUMBER, MACHINE = 0, 4  #: Offsets in ``seccomp_data`` of the call's number and of the machine.
+
+
+class Instruction(NamedTuple):
+    """An instruction of a filter (``struct sock_filter``)."""
+
+    code: int
+    #: Instructions to skip if the condition holds, and if not.
+    if_true: int
+    if_false: int
+    operand: int
+
+
+def obstacles() -> list[str]:
+    """Return why a gateway on this machine cannot be confined fully, a clause for each reason."""
+    found = []
+    if platform.machine() not in MACHINES:
+        found.append(f"there is no system call filter for {platform.machine()}")
+    elif reason := _unavailable(_filter_available):
+        found.append(f"the kernel has no system call filter ({reason})")
+    if reason := _unavailable(_landlock_version):
+        found.append(f"the kernel has no Landlock ({reason})")
+    return found
+
+
+def restrict_files() -> None:
+    """Deny this thread, and those that it starts, all files and all processes outside; where there is Landlock.
+
+    Raises:
+        OSError: the kernel has Landlock, and refuses.
+    """
+    if _unavailable(_landlock_version):
+        return
+    version = _landlock_version()
+    rules = struct.pack("QQQ", (1 << FILES[min(version, 5)]) - 1, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = len(rules) if version >= 6 else 16 if version >= 4 else 8
+    ruleset = _call(LANDLOCK_CREATE_RULESET, rules, size, 0)
+    try:
+        _call(LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def filter_calls() -> None:
+    """Refuse all threads of this process the calls that are not in :data:`CALLS`; where there are filters.
+
+    Raises:
+        OSError: the kernel has filters, and refuses this one.
+    """
+    machine = platform.machine()
+    if machine not in MACHINES or _unavailable(_filter_available):
+        return
+    code = b"".join(struct.pack("HBBI", *each) for each in program(machine, os.getpid()))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    length = len(code) // struct.calcsize("HBBI")
+    described = struct.pack("HxxxxxxP", length, ctypes.addressof(buffer))
+    if thread := _call(SECCOMP[machine], SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, described):
+        raise OSError(errno.EPERM, f"thread {thread} has a system call filter of its own")
+
+
+def program(machine: str, pid: int) -> Iterable[Instruction]:
+    """Return the filter for a process on a machine."""
+    column = list(MACHINES).index(machine)
+    yield Instruction(LOAD, 0, 0, MACHINE)
+    yield Instruction(EQUAL, 1, 0, MACHINES[machine])
+    yield Instruction(RETURN, 0, 0, REFUSE)
+    yield Instruction(LOAD, 0, 0, NUMBER)
+    for numbers in CALLS.values():
+        if (number := numbers[column]) is not None:
+            yield Instruction(EQUAL, 0, 1, number)
+            yield Instruction(RETURN, 0, 0, ALLOW)
+    for call in (MMAP, MPROTECT):
+        yield from _unless(call[column], 2, ANY_BIT, mmap.PROT_EXEC)
+    # F_SETOWN and F_SETSIG, past these, have the kernel signal any process of this user.
+    yield from _unless(FCNTL[column], 1, GREATER, F_SETFL)
+    yield from _only(TGKILL[column], 0, pid)  # abort()
+    yield from _only(PRCTL[column], 0, PR_SET_NAME)
+    yield from _only(SCHED_SETSCHEDULER[column], 1, os.SCHED_OTHER)
+    yield Instruction(RETURN, 0, 0, REFUSE)
+
+
+def _only(call: int, argument: int, value: int) -> Iterable[Instruction]:
+    """Allow a call if one of its arguments has a value, and refuse it otherwise."""
+    return _judge(call, argument, EQUAL, value, ALLOW, REFUSE)
+
+
+def _unless(call: int, argument: int, condition: int, operand: int) -> Iterable[Instruction]:
+    """Refuse a call if one of its arguments fulfils a condition, and allow it otherwise."""
+    return _judge(call, argument, condition, operand, REFUSE, ALLOW)
+
+
+def _judge(call: int, argument: int, condition: int, operand: int, then: int, otherwise: int) -> Iterable[Instruction]:
+    yield Instruction(EQUAL, 0, 4, call)
+    yield Instruction(LOAD, 0, 0, 16 + 8 * argument)  # the lower half: these arguments are ints
+    yield Instruction(condition, 0, 1, operand)
+    yield Instruction(RETURN, 0, 0, then)
+    yield Instruction(RETURN, 0, 0, otherwise)
+
+
+def _filter_available() -> int:
+    return _call(SECCOMP[platform.machine()], SECCOMP_GET_ACTION_AVAIL, 0, struct.pack("I", REFUSE & 0x7FFF0000))
+
+
+def _landlock_version() -> int:
+    return _call(LANDLOCK_CREATE_RULESET, 0, 0, LANDLOCK_CREATE_RULESET_VERSION)
+
+
+def _unavailable(ask: Callable[[], int]) -> str:
+    """Return why the kernel does not answer; an empty text if it does."""
+    try:
+        ask()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _call(number: int, *arguments: int | bytes) -> int:
+    """Make a system call with numbers and addresses of bytes; raises ``OSError``."""
+    library = ctypes.CDLL(None, use_errno=True)
+    given = (each if isinstance(each, bytes) else ctypes.c_long(each) for each in arguments)
+    result: int = library.syscall(ctypes.c_long(number), *given)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

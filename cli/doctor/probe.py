@@ -33,8 +33,8 @@ from cubroker.driver import system_calls
 from cubroker.protocol import paths as places
 from cubroker.protocol.errors import CubrokerError, Invalid, reason
 from cubroker.protocol.messages import IPC, VMM
-from cubroker.server.transport import sandbox
-from cubroker.server.transport.peer_credentials import overflow_id
+from cubroker.server import hardening
+from cubroker.server.transport.peer_credentials import SO_PEERPIDFD, overflow_id
 
 R = TypeVar("R")
 
@@ -55,9 +55,6 @@ GRACE = 1.0
 
 ANSWER = 5.0
 """Seconds that a broker may take to answer."""
-
-SO_PEERPIDFD = 77
-"""Linux 6.5: the process at the other end (asm-generic/socket.h; Python does not name it)."""
 
 FILES = ("nvidiactl", "nvidia-uvm")
 """The device files without which no process uses a GPU, beside one for each GPU."""
@@ -149,7 +146,7 @@ def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[st
         memfd=_refusal(lambda: system_calls.memfd_create("cubroker-doctor", system_calls.MFD_CLOEXEC)),
         pidfd=_refusal(lambda: system_calls.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
-        unconfined=tuple(sandbox.obstacles()),
+        unconfined=tuple(hardening.obstacles()),
         service=service.examine(directory, environ),
     )
 

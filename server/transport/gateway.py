@@ -20,18 +20,28 @@ kernel kills it when the broker dies: a gateway that hangs would not notice the 
 from __future__ import annotations
 
 import errno
+import linecache  # noqa: F401  a traceback imports this, and cannot once files are shut
 import resource
 import signal
 import socket
 import sys
+import tokenize  # noqa: F401
+import traceback  # noqa: F401
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
 import zmq
 
-from cubroker.server.hardening import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, hide, prctl
-from cubroker.server.transport import framing, sandbox
+from cubroker.server.hardening import (
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    filter_calls,
+    hide,
+    prctl,
+    restrict_files,
+)
+from cubroker.server.transport import framing
 
 MAX_DESCRIPTORS = 65_536
 MAX_MEMORY = 2 << 30
@@ -231,9 +241,9 @@ def main() -> None:
     pipe, listener, path = sys.argv[1:]
     with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
         end.setblocking(False)
-        sandbox.restrict_files()  # before the context has threads
+        restrict_files()  # before the context has threads
         with bind(context, int(listener), path) as router:
-            sandbox.filter_calls()
+            filter_calls()
             try:
                 Gateway(end, router).run()
             except (MemoryError, zmq.ZMQError) as error:

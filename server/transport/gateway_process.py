@@ -37,8 +37,8 @@ from typing import cast
 from cubroker.protocol.errors import Unavailable, explain
 from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
-from cubroker.server.hardening import python_command
-from cubroker.server.transport import framing, sandbox
+from cubroker.server.hardening import obstacles, python_command
+from cubroker.server.transport import framing
 from cubroker.server.transport.unix_sockets import is_ready
 
 log = logging.getLogger(__name__)
@@ -404,7 +404,7 @@ class GatewayProcess:
 
     def start(self) -> None:
         """Start the first gateway; :meth:`connect` waits for it."""
-        for obstacle in sandbox.obstacles():
+        for obstacle in obstacles():
             log.warning("the gateway is confined less than it could be: %s", obstacle)
         self._task = asyncio.create_task(self._keep_running())
 

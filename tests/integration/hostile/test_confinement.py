@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.transport import sandbox
+from cubroker.server import hardening
 from tests.brokers import PATIENCE, BrokerProcess, started
 from tests.integration.hostile import intruder
 from tests.integration.hostile.test_keep import child
@@ -58,7 +58,7 @@ def test_a_broker_and_its_gateway_leave_no_core_dump_and_the_gateway_gains_no_ri
     assert "NoNewPrivs:\t1\n" in Path(f"/proc/{processes['gateway']}/status").read_text()
 
 
-@pytest.mark.skipif(bool(sandbox.obstacles()), reason="; ".join(sandbox.obstacles()))
+@pytest.mark.skipif(bool(hardening.obstacles()), reason="; ".join(hardening.obstacles()))
 def test_code_that_runs_in_a_gateway_reaches_neither_its_broker_nor_a_file_nor_a_network(
     processes: dict[str, int], tmp_path: Path
 ) -> None:

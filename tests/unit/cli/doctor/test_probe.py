@@ -24,8 +24,8 @@ from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.errors import Denied
 from cubroker.protocol.paths import SESSION_SOCKET
+from cubroker.server import hardening
 from cubroker.server.directory_lock import Directory
-from cubroker.server.transport import sandbox
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.cli import terminal
 from tests.unit.cli.processes import DEADLINE, environment, holding, run, run_as_guest, started
@@ -74,8 +74,8 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
     finding = verdicts(document)["broker"]
     assert (finding["works"], finding["why"], finding["do"]) == (True, "a broker answers, with 2 devices", None)
     confinement = verdicts(document)["confinement"]
-    assert (confinement["works"] is True) == (not sandbox.obstacles())
-    assert all(obstacle in confinement["why"] for obstacle in sandbox.obstacles())
+    assert (confinement["works"] is True) == (not hardening.obstacles())
+    assert all(obstacle in confinement["why"] for obstacle in hardening.obstacles())
 
 
 def test_every_device_has_its_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,10 +471,10 @@ def test_a_kernel_that_cannot_confine_a_gateway_is_a_fact(tmp_path: Path, monkey
     def refuse() -> int:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(sandbox, "_landlock_version", refuse)
+    monkeypatch.setattr(hardening, "_landlock_version", refuse)
     facts = probe.examine_machine(tmp_path / "nobody")
     assert "the kernel has no Landlock (Operation not supported)" in facts.unconfined
-    assert list(facts.unconfined) == sandbox.obstacles()
+    assert list(facts.unconfined) == hardening.obstacles()
 
 
 def test_a_socket_that_a_dead_broker_left_is_no_absent_broker(tmp_path: Path) -> None:
