@@ -74,7 +74,8 @@ def _page(path: str) -> str:
         return posixpath.relpath(address(next(targets)), folder) if found["path"] else found[0]
 
     text = LINK.sub(rewritten, (ROOT / path).read_text())
-    return text.replace(MARK, "\n".join(_helps(click.Context(commands, info_name="cubroker", terminal_width=100))))
+    context = click.Context(commands, info_name="cubroker", terminal_width=100, **commands.context_settings)
+    return text.replace(MARK, "\n".join(_helps(context)))
 
 
 def _folder(path: str) -> str:
