@@ -72,3 +72,14 @@ def write_sharded(folder: Path, shards: Sequence[Tensors]) -> Path:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
     return index
+
+
+VARIED = filled(
+    (
+        *EVERY_DTYPE,
+        *ODD_SHAPES,
+        ("large", "F32", (700, 1001)),
+        *((f"small.{n}", "U8", (n % 5,)) for n in range(3000)),
+    )
+)
+"""One large tensor among many small ones, of every dtype, with and without elements."""

@@ -1,9 +1,9 @@
-"""Copying a checkpoint into mapped memory: the read plan, and the way of its chunks to the devices.
+"""Copying a checkpoint into mapped memory: the way of its chunks to the devices.
 
-The plan cuts the files into chunks: runs of bytes that one read and one copy per device bring over. Worker threads take
-one chunk after the other. On host devices they read straight into the memory; on GPUs each has a ring of pinned
-buffers, so that one is read into while the other is copied from. Where a device can read the memory of the one before
-it, it gets everything from there, in pieces: each once all of its chunks have come (:class:`PeerCopies`).
+Worker threads take one chunk of the plan after the other (:mod:`.read_plan`). On host devices they read straight into
+the memory; on GPUs each has a ring of pinned buffers, so that one is read into while the other is copied from. Where a
+device can read the memory of the one before it, it gets everything from there, in pieces: each once all of its chunks
+have come (:class:`PeerCopies`).
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
 unpinned while the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a
@@ -16,16 +16,17 @@ import ctypes
 import logging
 import os
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, cycle, zip_longest
+from itertools import chain, cycle
 from threading import Lock
 from typing import NamedTuple, Protocol, Self
 
 from cubroker.client.loading.checkpoint import StoredTensor
+from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
 from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, count_threads
 from cubroker.client.pool import Replica
 from cubroker.client.transport.requests import PART, Future
@@ -38,9 +39,6 @@ CHUNK = 4 << 20
 """Bytes of a chunk's image. Beside an H200 with 32 cores 8 MiB were a tenth slower, 2 MiB took twice as long, and 1 MiB
 four times: with smaller ones Python's share of the work is the limit, with larger ones the rings outgrow the caches."""
 
-MAX_BUFFERS = 1024
-"""Buffers that one ``preadv`` takes (IOV_MAX on Linux)."""
-
 RING_DEPTH = 2
 """Buffers of a ring: one is read into while the other is copied from."""
 
@@ -51,15 +49,6 @@ THREADS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
 P2P_PIECE = 64 << 20
 """Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Passing each
 chunk on as it came took half as long again beside two H200: it is the interpreter's time that is short."""
-
-_ZEROS = bytes(4096)
-
-
-class Readable(Protocol):
-    """What tensors are read from: a file, or an array that is read like one."""
-
-    def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        """Fill ``buffers``, in order, with the bytes from ``offset`` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,155 +292,6 @@ def homes_of(targets: Sequence[Target]) -> tuple[int, ...]:
             return ()
         homes.append(owners[0] if owners else 0)
     return tuple(homes)
-
-
-# -- the read plan -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A run of bytes of one file, and the run of one allocation, its *image*, that they fill.
-
-    The bytes follow each other without holes in the file. In the image there are gaps between tensors, which begin at
-    multiples of 256 there and anywhere in the file.
-    """
-
-    #: index of the file in its checkpoint
-    file: int
-    #: where the bytes begin in the file
-    offset: int
-    #: index of the allocation in its layout
-    allocation: int
-    #: where the image begins in the allocation
-    start: int
-    #: ``(place in the image, bytes)`` of each tensor, or part of one, in the order of both runs
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-    nbytes: int = 0
-    #: bytes of the image, gaps included
-    span: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.span = sum(self.pieces[-1]) if self.pieces else 0
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether there are bytes of the image that are not read."""
-        return self.span > self.nbytes
-
-    def takes(self, run: _Run, limit: int) -> bool:
-        """Whether a run's bytes come next in both the file and the image, and there is room for some of them."""
-        return (
-            (self.file, self.allocation) == (run.file, run.allocation)
-            and self.offset + self.nbytes == run.offset
-            and self.start + self.span <= run.start < self.start + limit
-            and len(self.pieces) < MAX_BUFFERS
-        )
-
-    def add(self, place: int, count: int) -> None:
-        """Append ``count`` bytes, which go to ``place`` of the image."""
-        self.pieces.append((place, count))
-        self.nbytes += count
-        self.span = place + count
-
-    def read(self, file: Readable, image: memoryview) -> None:
-        """Read the bytes into their places in ``image``; the gaps stay as they are."""
-        file.read_into([image[place : place + count] for place, count in self.pieces], self.offset)
-
-    def clear_gaps(self, image: memoryview) -> None:
-        """Set the gaps between the pieces to zero."""
-        end = 0
-        for place, count in self.pieces:
-            for gap in range(end, place, len(_ZEROS)):
-                image[gap : min(place, gap + len(_ZEROS))] = _ZEROS[: place - gap]
-            end = place + count
-
-
-def read_plan(
-    tensors: Iterable[tuple[StoredTensor, TensorSpec]],
-    limit: int,
-    *,
-    in_turn: bool = True,
-) -> list[Chunk]:
-    """Cut tensors into chunks whose images have at most ``limit`` bytes.
-
-    Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files
-    take turns: threads that take one after the other read all files at once. Without ``in_turn`` files come one after
-    the other.
-    """
-    lanes: dict[int, list[Chunk]] = {}
-    for run in _runs(tensors):
-        chunks = lanes.setdefault(run.file if in_turn else 0, [])
-        done = 0
-        if chunks and chunks[-1].takes(run, limit):
-            place = run.start - chunks[-1].start
-            done = min(run.nbytes, limit - place)
-            chunks[-1].add(place, done)
-        for begin in range(done, run.nbytes, limit):
-            count = min(run.nbytes - begin, limit)
-            chunks.append(Chunk(run.file, run.offset + begin, run.allocation, run.start + begin, [(0, count)], count))
-    return [chunk for chunk in chain.from_iterable(zip_longest(*lanes.values())) if chunk]
-
-
-class ChunkQueues:
-    """Chunks that are left to do: a queue for each device that gets a part, so that all are busy at once.
-
-    A thread takes from one queue until that is empty. For chunks of several devices by turns it would make another
-    context current each time, with four driver calls, and for each call threads wait for the interpreter.
-    """
-
-    def __init__(self) -> None:
-        self._queues: tuple[deque[Chunk], ...] = ()
-
-    def fill(self, chunks: Iterable[Chunk], homes: Sequence[Hashable]) -> None:
-        """Put chunks into the queues of their devices (``homes``, by allocation); without homes there is one queue."""
-        queues: defaultdict[Hashable, deque[Chunk]] = defaultdict(deque)
-        for chunk in chunks:
-            queues[homes[chunk.allocation] if homes else None].append(chunk)
-        self._queues = tuple(queues.values())
-
-    def take(self, number: int) -> Chunk | None:
-        """Return the next chunk of the queue that the thread with this number begins with, else of one after it."""
-        queues = self._queues
-        for place in range(number, number + len(queues)):
-            try:
-                return queues[place % len(queues)].popleft()
-            except IndexError:
-                continue
-        return None
-
-    def clear(self) -> None:
-        """Leave nothing to do."""
-        for queue in self._queues:
-            queue.clear()
-
-
-class _Run(NamedTuple):
-    """Bytes that lie in a row both in a file and in an allocation: one tensor's, or those of several."""
-
-    file: int
-    offset: int
-    allocation: int
-    start: int
-    nbytes: int
-
-
-def _runs(tensors: Iterable[tuple[StoredTensor, TensorSpec]]) -> Iterator[_Run]:
-    """Join tensors whose bytes follow each other without a gap: as a rule nearly all of a file's."""
-    last = _Run(0, 0, 0, 0, 0)
-    for entry, spec in tensors:
-        file, offset, allocation, start, nbytes = last
-        if (
-            offset + nbytes == entry.offset
-            and start + nbytes == spec.offset
-            and (file, allocation) == (entry.file, spec.allocation)
-        ):
-            last = _Run(file, offset, allocation, start, nbytes + entry.nbytes)
-            continue
-        if nbytes:
-            yield last
-        last = _Run(entry.file, entry.offset, spec.allocation, spec.offset, entry.nbytes)
-    if last.nbytes:
-        yield last
 
 
 # -- from files to devices -----------------------------------------------------------------------------

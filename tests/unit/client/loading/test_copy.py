@@ -18,7 +18,7 @@ import pytest
 
 from cubroker import driver
 from cubroker.client.loading import copy, threads
-from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile, StoredTensor
+from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile
 from cubroker.client.loading.copy import (
     DirectStaging,
     FileCopy,
@@ -28,6 +28,7 @@ from cubroker.client.loading.copy import (
     Target,
     homes_of,
 )
+from cubroker.client.loading.read_plan import Chunk
 from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
@@ -37,14 +38,7 @@ from tests import checkpoints
 from tests.brokers import PATIENCE, eventually
 from tests.unit.driver.mapping_commands import in_child
 
-TENSORS = checkpoints.filled(
-    (
-        *checkpoints.EVERY_DTYPE,
-        *checkpoints.ODD_SHAPES,
-        ("large", "F32", (700, 1001)),
-        *((f"small.{n}", "U8", (n % 5,)) for n in range(3000)),
-    )
-)
+TENSORS = checkpoints.VARIED
 
 
 @dataclass
@@ -136,11 +130,11 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
     monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 3)
     copies: list[int] = []
     done: list[str] = []
-    chunks: list[copy.Chunk] = []
+    chunks: list[Chunk] = []
     numbers = itertools.count()
     copy_in_stream, read_into, read_plan = Stream.copy, CheckpointFile.read_into, copy.read_plan
 
-    def planning(*arguments: Any, **options: Any) -> list[copy.Chunk]:
+    def planning(*arguments: Any, **options: Any) -> list[Chunk]:
         chunks.extend(read_plan(*arguments, **options))
         return chunks[:]
 
@@ -186,7 +180,7 @@ def test_nothing_is_passed_on_once_a_thread_has_failed_and_the_others_are_over(
         over.append("relay")
         leave(copies, *error)
 
-    def passing_on(copies: PeerCopies, arrived: list[copy.Chunk]) -> None:
+    def passing_on(copies: PeerCopies, arrived: list[Chunk]) -> None:
         over.append("passed on")
         begin(copies, arrived)
 
@@ -253,7 +247,7 @@ def test_a_plan_that_cannot_be_made_leaves_nothing_pinned(
 ) -> None:
     monkeypatch.setattr(copy, "make_staging", PinnedStaging)
 
-    def no_memory(*_: object, **__: object) -> list[copy.Chunk]:
+    def no_memory(*_: object, **__: object) -> list[Chunk]:
         raise MemoryError
 
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
@@ -280,47 +274,6 @@ def test_a_copy_whose_memory_cannot_be_given_back_ends_nevertheless(
         copy_checkpoint(checkpoint, lent.layout, lent.targets)
         assert lent.images() == [lent.expected(TENSORS)] * 2
     eventually(lambda: [str(each) for each in failures] == ["broken"], "the failure to be told")
-
-
-def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> None:
-    names = list(TENSORS)
-    index = checkpoints.write_sharded(tmp_path, [{n: TENSORS[n] for n in part} for part in (names[:29], names[29:])])
-    with Checkpoint.open(index) as checkpoint:
-        layout = Layout.pack((e.name, e.dtype, e.shape) for e in checkpoint.entries)
-        stored = list(zip(checkpoint.entries, layout.tensors, strict=True))
-        plan = copy.read_plan(stored, 500_000)
-        one_by_one = [chunk.file for chunk in copy.read_plan(stored, 500_000, in_turn=False)]
-    assert max(chunk.span for chunk in plan) <= 500_000
-    assert max(len(chunk.pieces) for chunk in plan) == copy.MAX_BUFFERS
-    assert sum(chunk.nbytes for chunk in plan) == checkpoint.nbytes
-    assert [chunk.file for chunk in plan[:4]] == [0, 1, 0, 1]
-    assert one_by_one == sorted(one_by_one)
-    assert set(one_by_one) == {0, 1}
-
-
-def test_tensors_without_gaps_between_them_are_read_as_one_run() -> None:
-    counts = [64, 0, 128, 7, 128]  # of 4 bytes each; the one of 28 bytes leaves a gap in memory
-    layout = Layout.pack((str(number), "F32", (count,)) for number, count in enumerate(counts))
-    starts = [100 + 4 * sum(counts[:number]) for number in range(len(counts))]
-    stored = [
-        (StoredTensor(spec.name, spec.dtype, spec.shape, start, 4 * count, 0), spec)
-        for spec, start, count in zip(layout.tensors, starts, counts, strict=True)
-    ]
-    (whole,) = copy.read_plan(stored, 1 << 20)
-    assert whole.pieces == [(0, 4 * (64 + 128 + 7)), (layout.tensors[4].offset, 4 * 128)]
-    assert whole.has_gaps
-    assert [(chunk.start, chunk.pieces) for chunk in copy.read_plan(stored[:3], 512)] == [
-        (0, [(0, 512)]),
-        (512, [(0, 256)]),
-    ]
-
-
-def test_a_gap_of_any_size_is_cleared() -> None:
-    chunk = copy.Chunk(0, 0, 0, 0, [(5, 2), (10_000, 1), (10_001, 1)])
-    image = memoryview(bytearray(b"\xff" * 10_003))
-    chunk.clear_gaps(image)
-    kept = {5, 6, 10_000, 10_001, 10_002}
-    assert bytes(image) == bytes(255 if place in kept else 0 for place in range(len(image)))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -428,24 +381,6 @@ def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends
             pass  # was never begun
         with FileCopy("cubroker-load", lambda: first) as copying:
             copying.begin()  # and never planned
-
-
-def test_threads_keep_to_a_device_of_a_sharded_layout_until_it_has_all(tmp_path: Path) -> None:
-    tensors = checkpoints.filled([(f"layer.{n}", "U8", (1000,)) for n in range(8)])
-    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
-        places = {name: "first" if number < 4 else "second" for number, name in enumerate(tensors)}
-        layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), groups=places)
-        stored = list(zip(checkpoint.entries, layout.tensors, strict=True))
-        homes = [("first", "second").index(home) for home in layout.spread(places)]
-        plan = copy.read_plan(stored, 1000)
-    assert sum(chunk.nbytes for chunk in plan) == 8000
-    queues = copy.ChunkQueues()
-    queues.fill(plan, homes)
-    taken = [queues.take(number) for number in (0, 1, 2, 3, 0, 2, 4, 1, 0)]
-    assert [chunk and homes[chunk.allocation] for chunk in taken] == [0, 1, 0, 1, 0, 0, 1, 1, None]
-    queues.fill(plan, homes)
-    queues.clear()
-    assert queues.take(0) is None
 
 
 class Work:
