@@ -415,9 +415,11 @@ class Stream(ContextResource):
 
     def close(self) -> None:
         """Finish the submitted work, then give the stream back."""
-        self.synchronize()
-        with self._context.current():
-            self._calls.cuStreamDestroy(self._stream)
+        try:
+            self.synchronize()
+        finally:
+            with self._context.current():
+                self._calls.cuStreamDestroy(self._stream)
 
 
 class Pinned(ContextResource):

@@ -107,9 +107,10 @@ class HugePages:
     def populate(self, offset: int, nbytes: int) -> None:
         """Have the pages of a part in memory, zeroed; several threads may do so at once.
 
-        Huge pages are written to, by one call, which needs the interpreter once: MADV_POPULATE_WRITE, or a read into
-        them, would hold the lock of the process's mappings meanwhile, and what maps memory in other threads would wait
-        for it. Of small pages there are too many for that; kernels before 5.14 do nothing with these.
+        Huge pages are written to, all of their bytes once more, by one call: a call for each page would need the
+        interpreter each time. MADV_POPULATE_WRITE, or a read into them, would hold the lock of the process's mappings
+        meanwhile, and what maps memory in other threads would wait for it. Of small pages there are too many for that;
+        kernels before 5.14 do nothing with these.
         """
         if not self._huge:
             _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle
 from threading import Lock
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
@@ -280,7 +280,7 @@ class FileCopy(SupervisedThread[float]):
             try:
                 self._staging.close()
             except DriverError as error:  # the context is ruined, which the copy has reported
-                log.warning("%s cannot unpin its memory: %s", self._name, error)
+                log.warning("%s cannot give back what it held: %s", self._name, error)
 
 
 def homes_of(targets: Sequence[Target]) -> tuple[int, ...]:
@@ -405,12 +405,20 @@ class _Slot:
             self.readers.pop().wait()
 
 
-class _Lane(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Lane:
     """A ring's way to one device."""
 
+    context: Context
     stream: Stream
     #: the end of the last copy from each buffer
     copied: list[Event]
+    undo: ExitStack
+
+    def close(self) -> None:
+        """Give the stream and the events back; nothing uses them any more."""
+        with self.context.current():
+            self.undo.close()
 
 
 class PinnedRing:
@@ -420,39 +428,51 @@ class PinnedRing:
         self.depth = len(buffers)
         self._slots = [_Slot(number, pointer, view) for number, (pointer, view) in enumerate(buffers)]
         self._next_read, self._next_sent = cycle(self._slots), cycle(self._slots)
+        self._targets: Sequence[Target] = ()
         self._lanes: dict[Context, _Lane] = {}
-        self._ways: list[tuple[Target, _Lane]] = []
-        self._undo = ExitStack()
+        #: The context that is current while there are targets, and what leaves it.
+        self._home: Context | None = None
+        self._inside = ExitStack()
         #: As of a :class:`HostWriter`.
         self.arrived: list[Chunk] = []
 
     def lane(self, context: Context) -> _Lane:
         """Return the way to a device; it is made once."""
         if context not in self._lanes:
-            with context.current():
-                stream = self._undo.enter_context(context.stream())
+            with context.current(), ExitStack() as undo:
+                stream = undo.enter_context(context.stream())
                 # They spin, and not for long: the other buffer is read into meanwhile.
-                copied = [self._undo.enter_context(context.event(spin=True)) for _ in self._slots]
-            self._lanes[context] = _Lane(stream, copied)
+                copied = [undo.enter_context(context.event(spin=True)) for _ in self._slots]
+                self._lanes[context] = _Lane(context, stream, copied, undo.pop_all())
         return self._lanes[context]
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
         """Keep the targets mapped, and let the calling thread write to them; every copy is done when the block is left.
 
-        The context of the first chunk's device is current for all of it: that saves about half of the driver calls.
+        The context of the device that chunks go to is current all the time: that saves about half of the driver calls.
         """
-        read = self._slots[0].chunk
-        homes = (target for target in targets if read and target.pointers[read.allocation] is not None)
         with ExitStack() as undo:
             undo.enter_context(hold_all(targets))
-            undo.enter_context(next(homes, targets[0]).context.current())
-            self._ways = [(target, self.lane(target.context)) for target in targets]
-            for _, lane in self._ways:
-                undo.callback(lane.stream.synchronize)
+            undo.callback(self._enter, None)
+            undo.callback(self._wait)
+            self._targets = targets
             yield
-        self._ways = []
+        self._targets = ()
         self.arrived += [slot.sent for slot in self._slots if slot.sent]
+
+    def _wait(self) -> None:
+        with ExitStack() as undo:
+            for lane in self._lanes.values():
+                undo.callback(lane.stream.synchronize)
+
+    def _enter(self, context: Context | None) -> None:
+        """Make another context current, or none."""
+        self._home = None
+        self._inside.close()
+        if context:
+            self._inside.enter_context(context.current())
+            self._home = context
 
     def read(self, file: Readable, chunk: Chunk) -> None:
         """Read a chunk into the next buffer, once that is free."""
@@ -471,10 +491,18 @@ class PinnedRing:
         slot = next(self._next_sent)
         chunk = slot.chunk
         assert chunk
-        for target, (stream, copied) in self._ways:
-            if (pointer := target.pointers[chunk.allocation]) is not None:
-                stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span, copied[slot.number])
-                slot.readers.append(copied[slot.number])
+        receivers = [
+            (target.context, pointer)
+            for target in self._targets
+            if (pointer := target.pointers[chunk.allocation]) is not None
+        ]
+        if receivers[0][0] is not self._home:
+            self._enter(receivers[0][0])
+        for context, pointer in receivers:
+            lane = self.lane(context)
+            copied = lane.copied[slot.number]
+            lane.stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span, copied)
+            slot.readers.append(copied)
         slot.sent = chunk
         return chunk.nbytes
 
@@ -482,7 +510,9 @@ class PinnedRing:
         """Give back what the devices have for it, and let the buffers go."""
         self._slots.clear()
         self._next_read = self._next_sent = cycle(())
-        self._undo.close()
+        with ExitStack() as undo:
+            while self._lanes:
+                undo.callback(self._lanes.popitem()[1].close)
 
 
 def _sources(targets: Sequence[Target]) -> Sequence[Target]:

@@ -13,7 +13,7 @@ from itertools import chain, zip_longest
 from typing import NamedTuple, Protocol
 
 from cubroker.client.loading.checkpoint import StoredTensor
-from cubroker.protocol.layout import TensorSpec
+from cubroker.protocol.layout import ALIGNMENT, TensorSpec
 
 MAX_BUFFERS = 1024
 """Buffers that one ``preadv`` takes (IOV_MAX on Linux)."""
@@ -59,11 +59,14 @@ class Chunk:
         return self.span > self.nbytes
 
     def takes(self, run: _Run, limit: int) -> bool:
-        """Whether a run's bytes come next in both the file and the image, and there is room for some of them."""
+        """Whether a run's bytes come next in both the file and the image, and there is room for some of them.
+
+        A gap as wide as the alignment of tensors may hold a tensor of another file.
+        """
         return (
             (self.file, self.allocation) == (run.file, run.allocation)
             and self.offset + self.nbytes == run.offset
-            and self.start + self.span <= run.start < self.start + limit
+            and self.start + self.span <= run.start < min(self.start + self.span + ALIGNMENT, self.start + limit)
             and len(self.pieces) < MAX_BUFFERS
         )
 
@@ -113,31 +116,40 @@ def read_plan(
 
 
 class ChunkQueues:
-    """Chunks that are left to do: a queue for each device that gets a part, so that all are busy at once.
+    """Chunks that are left to do: a queue for each device that gets a part.
 
-    A thread takes from one queue until that is empty. For chunks of several devices by turns it would make another
-    context current each time, with four driver calls, and for each call threads wait for the interpreter.
+    Threads begin with different queues. A thread takes from one queue until that is empty, and then from the longest:
+    for chunks of several devices by turns it would make another context current for each, which takes more driver calls
+    than the rest, and in each of them a thread waits for the interpreter.
     """
 
     def __init__(self) -> None:
         self._queues: tuple[deque[Chunk], ...] = ()
+        #: The queue that each thread takes from, by its number.
+        self._chosen: dict[int, deque[Chunk]] = {}
 
     def fill(self, chunks: Iterable[Chunk], homes: Sequence[Hashable]) -> None:
         """Put chunks into the queues of their devices (``homes``, by allocation); without homes there is one queue."""
         queues: defaultdict[Hashable, deque[Chunk]] = defaultdict(deque)
         for chunk in chunks:
             queues[homes[chunk.allocation] if homes else None].append(chunk)
+        self._chosen = {}
         self._queues = tuple(queues.values())
 
     def take(self, number: int) -> Chunk | None:
-        """Return the next chunk of the queue that the thread with this number begins with, else of one after it."""
-        queues = self._queues
-        for place in range(number, number + len(queues)):
+        """Return the next chunk for the thread with this number; None if there are no more."""
+        if not self._queues:
+            return None
+        queue = self._chosen.get(number)
+        if queue is None:
+            queue = self._chosen[number] = self._queues[number % len(self._queues)]
+        while True:
             try:
-                return queues[place % len(queues)].popleft()
+                return queue.popleft()
             except IndexError:
-                continue
-        return None
+                queue = self._chosen[number] = max(self._queues, key=len)
+                if not queue:
+                    return None
 
     def clear(self) -> None:
         """Leave nothing to do."""

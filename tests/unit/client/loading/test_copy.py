@@ -327,10 +327,47 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(
         monkeypatch.setattr(calls, call, refused)
         if call == "cuMemHostAlloc":
             monkeypatch.setattr(calls, "cuMemHostRegister", refused, raising=False)
-        registered = dict(calls.module._registered)
+        tables = calls.module._registered, calls.module._blocking, calls.module._events
+        held = [set(table) for table in tables]
         with pytest.raises(DriverError, match=call):
             copy_checkpoint(checkpoint, lent.layout, lent.targets)
-        assert calls.module._registered == registered
+        assert [set(table) for table in tables] == held
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (9, 1), (1, 9), (8, 1, 1, 1)], ids=str)
+def test_contexts_change_with_the_queue_of_a_sharded_copy_and_not_with_each_chunk(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(copy, "make_staging", dirty)
+    monkeypatch.setattr(copy, "CHUNK", 1024)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
+    size = 400 * 1024 // sum(parts)
+    tensors = checkpoints.filled([(f"layer.{number}", "U8", (part * size,)) for number, part in enumerate(parts)])
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
+        whole = memory(checkpoint, slab=1024, devices=len(parts))
+        numbers = range(len(parts))
+        own = [
+            dataclasses.replace(
+                target,
+                pointers=tuple(pointer if number == home else None for number, pointer in enumerate(target.pointers)),
+            )
+            for home, target in enumerate(whole.targets)
+        ]
+        calls = own[0].context.calls
+        pushed, push = itertools.count(), calls.cuCtxPushCurrent
+
+        def noting(context: object) -> None:
+            next(pushed)
+            push(context)
+
+        monkeypatch.setattr(calls, "cuCtxPushCurrent", noting)
+        copy_checkpoint(checkpoint, whole.layout, own)
+        assert next(pushed) < 200, "of 400 chunks"
+        expected = whole.expected(tensors)
+        for number, target in zip(numbers, own, strict=True):
+            pointer = target.pointers[number]
+            assert pointer is not None
+            assert target.context.read(pointer, len(expected[number])) == expected[number]
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -45,6 +45,18 @@ def test_tensors_without_gaps_between_them_are_read_as_one_run() -> None:
     ]
 
 
+def test_what_another_file_has_between_two_tensors_is_no_gap() -> None:
+    layout = Layout.pack((name, "U8", (200,)) for name in ("a", "other", "b"))
+    starts = {"a": (100, 0), "b": (300, 0), "other": (100, 1)}
+    specs = {spec.name: spec for spec in layout.tensors}
+    stored = [(StoredTensor(name, "U8", (200,), at, 200, file), specs[name]) for name, (at, file) in starts.items()]
+    assert [(chunk.file, chunk.start, chunk.span) for chunk in read_plan(stored, 1024)] == [
+        (0, 0, 200),
+        (1, 256, 200),
+        (0, 512, 200),
+    ]
+
+
 def test_a_gap_of_any_size_is_cleared() -> None:
     chunk = Chunk(0, 0, 0, 0, [(5, 2), (10_000, 1), (10_001, 1)])
     image = memoryview(bytearray(b"\xff" * 10_003))
