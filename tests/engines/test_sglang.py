@@ -24,15 +24,15 @@ import cubroker
 from cubroker.client import Broker
 from cubroker.integrations.fingerprint import checkpoint
 from tests.brokers import BrokerProcess, serving
+from tests.engines import interpreters
 from tests.engines.test_triton import shared
 from tests.engines.test_vllm import hollowed, made
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("CUBROKER_SGLANG_PYTHON", sys.executable)
 
-FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 pytestmark = [
-    pytest.mark.skipif(subprocess.run([PYTHON, "-c", FIND], check=False).returncode != 0, reason="there is no SGLang"),
+    pytest.mark.skipif(interpreters.package(PYTHON, "sglang") is None, reason="there is no SGLang"),
     pytest.mark.timeout(1800),
 ]
 

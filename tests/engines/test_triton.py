@@ -28,6 +28,7 @@ from cubroker.client import Broker
 from cubroker.integrations import triton
 from cubroker.protocol.errors import Invalid, TimedOut
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.engines import interpreters
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "triton"
@@ -36,15 +37,14 @@ PYTHON = os.environ.get("CUBROKER_TRITON_PYTHON", sys.executable)
 DEVICES = os.environ.get("CUBROKER_ENGINE_DEVICES", "host:2@256MiB")
 ON_GPU = DEVICES.startswith("cuda")
 
-FIND = """
-import importlib.util, json, sys, sysconfig
-spec = importlib.util.find_spec("pytriton")
-version = "%d.%d" % sys.version_info[:2]
-places = spec and (spec.submodule_search_locations[0], sys.path[1:], sysconfig.get_config_var("LIBDIR"), version)
-print(json.dumps(places))
+TRITON = interpreters.package(PYTHON, "pytriton")
+pytestmark = [pytest.mark.skipif(TRITON is None, reason="there is no tritonserver"), pytest.mark.timeout(600)]
+
+PLACES = """
+import json, sys, sysconfig
+print(json.dumps((sys.path[1:], sysconfig.get_config_var("LIBDIR"), "%d.%d" % sys.version_info[:2])))
 """
-PLACES = json.loads(subprocess.run([PYTHON, "-c", FIND], check=True, stdout=subprocess.PIPE).stdout)
-pytestmark = [pytest.mark.skipif(PLACES is None, reason="there is no tritonserver"), pytest.mark.timeout(600)]
+"""Says where the interpreter finds modules and libraries, and its version."""
 
 WIDTH, BATCH = 512, 16
 LAYOUT = [("pad", "U8", (3,)), ("X", "F32", (BATCH, WIDTH)), ("Y", "F32", (BATCH, WIDTH)), ("Z", "F64", (BATCH, WIDTH))]
@@ -54,8 +54,10 @@ class Server:
     """One tritonserver with the model of the example."""
 
     def __init__(self, folder: Path, directory: Path) -> None:
-        package, path, libraries, version = PLACES
-        there = Path(package) / "tritonserver"
+        assert TRITON is not None
+        there = TRITON / "tritonserver"
+        said = subprocess.run([PYTHON, "-c", PLACES], check=True, stdout=subprocess.PIPE).stdout
+        path, libraries, version = json.loads(said)
         backend = folder / "backends" / "python"
         backend.mkdir(parents=True)
         for part in (
@@ -80,7 +82,7 @@ class Server:
             stderr=self._log,
             env=os.environ  # the stub finds its packages by the python3 that comes first
             | {"PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}", "CUBROKER_DIR": str(directory)}
-            | {"LD_LIBRARY_PATH": f"{Path(package).parent}/nvidia_pytriton.libs{os.pathsep}{libraries}"},
+            | {"LD_LIBRARY_PATH": f"{TRITON.parent}/nvidia_pytriton.libs{os.pathsep}{libraries}"},
         )
 
     def ready(self) -> bool:

@@ -17,17 +17,20 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import cubroker
 from cubroker.client import Broker
 from cubroker.integrations.fingerprint import checkpoint
 from tests.brokers import BrokerProcess, eventually, serving, started
+from tests.engines import interpreters
+
+if TYPE_CHECKING:
+    import transformers
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("CUBROKER_VLLM_PYTHON", sys.executable)
@@ -37,19 +40,19 @@ DEVICES = os.environ.get("CUBROKER_ENGINE_DEVICES", "host:2@512MiB")
 ON_GPU = DEVICES.startswith("cuda")
 SMALL = DEVICES if ON_GPU else "host:1@64MiB"
 
-FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+VLLM = interpreters.package(PYTHON, "vllm")
 pytestmark = [
-    pytest.mark.skipif(subprocess.run([PYTHON, "-c", FIND], check=False).returncode != 0, reason="there is no vLLM"),
+    pytest.mark.skipif(VLLM is None, reason="there is no vLLM"),
     pytest.mark.timeout(1800),
 ]
 
 
 def has(module: str, name: str) -> bool:
     """Whether a module of this vLLM has a name, by its source: to import vLLM takes up to a minute."""
-    find = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
-    done = subprocess.run([PYTHON, "-c", find], check=False, stdout=subprocess.PIPE, text=True)
-    file = Path(done.stdout.strip(), *module.split(".")).with_suffix(".py")
-    return done.returncode == 0 and file.exists() and name in file.read_text()
+    if VLLM is None:
+        return False
+    file = VLLM.joinpath(*module.split(".")).with_suffix(".py")
+    return file.exists() and name in file.read_text()
 
 
 SLEEPS = has("device_allocator.sleep_mode_backend", "SleepModeBackendFactory")
@@ -138,6 +141,8 @@ SHAPE: dict[str, Any] = {
 
 
 def llama(**terms: Any) -> transformers.PreTrainedModel:
+    import transformers  # not when tests are collected that are skipped: it takes a second
+
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **terms))
 
 
@@ -146,6 +151,8 @@ def tied() -> transformers.PreTrainedModel:
 
 
 def mixture() -> transformers.PreTrainedModel:
+    import transformers
+
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32}
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **experts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,14 +17,18 @@ from tests import checkpoints
 from tests.brokers import BrokerProcess
 from tests.gpu.sharing import SHARES, gpu_broker
 
-TENSORS = checkpoints.filled(
-    (
-        *checkpoints.EVERY_DTYPE,
-        *checkpoints.ODD_SHAPES,
-        *((f"layer.{n}.weight", "BF16", (1023, 2 * 1024 + n)) for n in range(40)),
-        *((f"layer.{n}.bias", "F32", (n,)) for n in range(40)),
+
+@functools.cache
+def tensors() -> checkpoints.Tensors:
+    """Return 170 MB of tensors; made once they are asked for, since most machines skip these tests."""
+    return checkpoints.filled(
+        (
+            *checkpoints.EVERY_DTYPE,
+            *checkpoints.ODD_SHAPES,
+            *((f"layer.{n}.weight", "BF16", (1023, 2 * 1024 + n)) for n in range(40)),
+            *((f"layer.{n}.bias", "F32", (n,)) for n in range(40)),
+        )
     )
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def gpu() -> Iterator[tuple[BrokerProcess, Broker]]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.write(tmp_path_factory.mktemp("loader") / "model.safetensors", TENSORS)
+    return checkpoints.write(tmp_path_factory.mktemp("loader") / "model.safetensors", tensors())
 
 
 @SHARES
@@ -45,12 +50,12 @@ def test_every_byte_arrives_on_every_device(
     _, broker = gpu
     devices = [device.uuid for device in broker.driver.devices]
     loaded = load(broker, "m", path, devices=devices, slab=slab, share=share)
-    assert loaded.tensors == len(TENSORS)
+    assert loaded.tensors == len(tensors())
     for device in devices:
         assert verify(broker, "m", path, device=device).differences == ()
         with broker.attach("m", device=device) as pool:
             assert {name: pool[name].tobytes() for name in ("long", "of.F4", "layer.7.bias")} == {
-                name: TENSORS[name][2] for name in ("long", "of.F4", "layer.7.bias")
+                name: tensors()[name][2] for name in ("long", "of.F4", "layer.7.bias")
             }
 
 
@@ -79,8 +84,8 @@ def test_gaps_between_tensors_are_zero(gpu: tuple[BrokerProcess, Broker], path: 
 def test_a_different_file_is_told_from_the_pool(gpu: tuple[BrokerProcess, Broker], path: Path, tmp_path: Path) -> None:
     _, broker = gpu
     load(broker, "m", path)
-    dtype, shape, data = TENSORS["layer.39.weight"]
-    changed = TENSORS | {"layer.39.weight": (dtype, shape, data[:-1] + bytes([data[-1] ^ 1]))}
+    dtype, shape, data = tensors()["layer.39.weight"]
+    changed = {**tensors(), "layer.39.weight": (dtype, shape, data[:-1] + bytes([data[-1] ^ 1]))}
     found = verify(broker, "m", checkpoints.write(tmp_path / "changed.safetensors", changed))
     assert found.differences == (f"tensor 'layer.39.weight' differs, first in byte {len(data) - 1} of its {len(data)}",)
 
@@ -90,7 +95,7 @@ def test_a_file_cut_short_while_it_is_read_leaves_no_draft(
     gpu: tuple[BrokerProcess, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
 ) -> None:
     _, broker = gpu
-    path = checkpoints.write(tmp_path / "model.safetensors", TENSORS)
+    path = checkpoints.write(tmp_path / "model.safetensors", tensors())
     devices = [device.uuid for device in broker.driver.devices]
     before = broker.pools()
     into = copy.FileCopy.into

@@ -14,9 +14,9 @@ from tests.gpu.sharing import SHARES, gpu_broker, worker
 from tests.gpu.worker import generated
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 if not torch.cuda.is_available():
     pytest.skip("this torch was built without CUDA", allow_module_level=True)
+transformers = pytest.importorskip("transformers")  # takes a second
 
 
 @pytest.fixture
