@@ -32,8 +32,14 @@ CAMPAIGNS = (
 Those of the last line repeat what others measure, many times over.
 """
 
-EVERY_DAY = ("unit/protocol", "unit/server/ledger", "unit/server/transport", "integration/test_cluster.py")
-"""Tests of which none is left out: every branch of what they test has to be covered. The last has its own samples."""
+EVERY_BRANCH = ("unit/protocol", "unit/server/ledger", "unit/server/transport/test_reply_cache.py")
+"""Tests of what has to be covered by every branch. The slow ones count for none: it may not depend on the day."""
+
+OWN_SAMPLE = ("integration/test_cluster.py",)
+"""Tests that choose those of the day themselves."""
+
+COLLECTED = pytest.StashKey[list[sampling.Collected]]()
+"""What was collected, before any of it was left out."""
 
 OFTEN = 200
 """Tests after which garbage is looked for in all that they left, and not again: a test that looks has its own alone."""
@@ -70,16 +76,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the slow ones that are not today's, and have the others run first: none is left alone at the end."""
     if WORKERS > 1:
         items.sort(key=lambda item: item.path)  # in the same order for all of them
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    folders: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") and not any(item.path.is_relative_to(ROOT / each) for each in EVERY_DAY):
-            folders.setdefault(item.path.parent, []).append(item)
-    left_out: set[pytest.Item] = set()
-    for slow in folders.values():
-        left_out |= set(slow) - set(sampling.daily(slow, -(-len(slow) // sampling.SLOW_PART)))
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
+    items.sort(key=lambda item: not _is_slow(item))
+    collected = [
+        sampling.Collected(item.nodeid, item.path, _is_slow(item) and not _among(item.path, OWN_SAMPLE))
+        for item in items
+    ]
+    config.stash[COLLECTED] = collected
+    left_out = sampling.left_out(collected)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _among(path: Path, places: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(ROOT / each) for each in places)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _counts(item: pytest.Item) -> bool:
+    """Whether coverage is measured in a test."""
+    return not _among(item.path, CAMPAIGNS) and not (_is_slow(item) and _among(item.path, EVERY_BRANCH))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -96,9 +114,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Leave out campaigns, which take half as long again if all that they start is measured."""
-    path = item.path.relative_to(ROOT)
-    with campaigning() if any(map(path.is_relative_to, CAMPAIGNS)) else nullcontext():
+    """Measure no campaigns, which take half as long again if all that they start is measured."""
+    with nullcontext() if _counts(item) else campaigning():
         result = yield
     if next(_ran) % OFTEN == 0:
         gc.collect()
