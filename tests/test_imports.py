@@ -278,6 +278,7 @@ def test_a_client_loads_no_server_no_framework_and_nothing_that_an_attach_does_n
     assert not under(loaded, "asyncio", "dataclasses", "msgpack", "difflib")
 
 
+@pytest.mark.slow
 def test_a_state_dict_takes_no_more_than_the_client_and_torch() -> None:
     loaded = loaded_by("cubroker.integrations.torch")
     assert not under(loaded, *(f"cubroker.client.{name}" for name in UNUSED))

@@ -138,6 +138,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_buffers_are_published_without_numpy_and_only_those_with_gaps_need_it(
     bare: Path, lender: BrokerProcess
 ) -> None:
@@ -225,6 +226,7 @@ NO_METRICS = (
 )
 
 
+@pytest.mark.slow
 def test_a_broker_that_cannot_serve_metrics_says_what_to_install_and_lends_all_the_same(
     bare: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +239,7 @@ def test_a_broker_that_cannot_serve_metrics_says_what_to_install_and_lends_all_t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_check_of_settings_says_that_there_will_be_no_metrics(wheel: Path, tmp_path: Path) -> None:
     programs = wheels.environment(tmp_path / "venv", wheel, ["cli"])
     listen = f"unix:{tmp_path}/metrics.sock"

@@ -33,6 +33,7 @@ def test_the_broker_may_be_killed_at_any_step(campaign: Campaign, scene: Scene) 
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [10, 20, 40])
 def test_the_broker_may_be_killed_while_it_takes_over(campaign: Campaign, step: int) -> None:
     assert campaign.kill_restoring(step)

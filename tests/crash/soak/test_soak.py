@@ -15,6 +15,7 @@ def test_nothing_that_is_done_again_and_again_leaves_anything() -> None:
             leaks.repeat(stage, deed, 2 if deed is leaks.kill_the_gateway else FEW)
 
 
+@pytest.mark.slow
 def test_a_crowd_is_served_whole_and_leaves_nothing() -> None:
     said: list[str] = []
     load(clients=24, leases=20, workers=4, processes=4, say=said.append)

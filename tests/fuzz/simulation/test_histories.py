@@ -85,11 +85,13 @@ def test_a_ledger_that_frees_a_draft_under_its_readers_is_found(monkeypatch: pyt
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_takes_a_reader_of_a_draft_for_its_writer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "writes", property(lambda lease: lease.version.state is VersionState.DRAFT))
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_shows_a_draft_to_who_may_not_read_the_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "can_read_draft", lambda *_: True)
     assert is_found()
@@ -101,6 +103,7 @@ def test_a_ledger_that_leaves_those_waiting_who_would_read_a_draft_is_found(monk
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_keeps_what_was_superseded_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "is_kept", lambda tables, version: version.state is VersionState.SUPERSEDED)
     assert is_found()
@@ -153,6 +156,7 @@ def test_a_ledger_that_counts_all_of_a_sharded_pool_on_each_device_is_found(monk
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_frees_memory_that_is_still_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     release_memory = memory.release_memory
 
@@ -172,6 +176,7 @@ def test_a_ledger_that_gives_objects_to_who_may_only_read_is_found(monkeypatch: 
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_frees_what_another_version_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     release_memory = memory.release_memory
 
@@ -190,12 +195,14 @@ def test_a_ledger_that_lends_a_writer_what_is_shared_is_found(monkeypatch: pytes
     assert is_found()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["accept_present", "_unpark_all", "_refuse_unaffordable"])
 def test_a_ledger_that_forgets_part_of_what_new_rules_mean_is_found(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     monkeypatch.setattr(lifecycle, step, lambda *_: None)
     assert is_found()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", ["the waiters of an event that ends", "those who wait for a generation"])
 def test_a_ledger_that_leaves_somebody_waiting_for_an_event_is_found(
     monkeypatch: pytest.MonkeyPatch, forgets: str
@@ -217,6 +224,7 @@ def test_a_ledger_that_leaves_somebody_waiting_for_an_event_is_found(
     assert is_found()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_ledger_that_forgets_to_record_something_is_found(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     mark_dirty = Tables.mark_dirty
@@ -229,6 +237,7 @@ def test_a_ledger_that_forgets_to_record_something_is_found(monkeypatch: pytest.
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_is_restored_with_less_than_its_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     unread = snapshot._CODECS[Kind.WATCH]._replace(read=lambda *_: None)
     monkeypatch.setattr(snapshot, "_CODECS", {**snapshot._CODECS, Kind.WATCH: unread})
@@ -243,6 +252,7 @@ def test_a_ledger_that_loses_a_version_under_its_holders_without_a_word_is_found
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_counts_what_the_store_has_room_for_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ticket, "stored", 0)
     monkeypatch.setattr(invariants, "_check_store", lambda tables: None)

@@ -177,6 +177,7 @@ def head(secret: bytes, number: int) -> bytes:
     return b"\x94" + wire.pack(secret) + wire.pack(number) * 2
 
 
+@pytest.mark.slow
 @ways
 def test_a_request_that_is_wrong_is_answered_with_what_is_wrong(
     broker: BrokerProcess, way: Callable[[bytes], Iterator[bytes]]

@@ -73,6 +73,7 @@ def test_as_many_waiting_requests_as_there_may_be(broker: BrokerProcess, witness
             witness.check()
 
 
+@pytest.mark.slow
 def test_watches_beyond_what_a_session_may_have(broker: BrokerProcess, witness: Witness) -> None:
     with session(broker.directory) as client:
         count = Limits().watches

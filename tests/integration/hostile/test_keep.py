@@ -163,6 +163,7 @@ def test_a_broker_that_is_stopped_before_it_is_ready_is_replaced(directory: Path
         assert f"process {starting} is not ready after 6 s, and is aborted" in kept.said()
 
 
+@pytest.mark.slow
 def test_a_stopped_broker_ends_in_order_when_its_keeper_is_told_to(directory: Path) -> None:
     with Kept.started(directory, []) as kept:
         serves(directory)

@@ -17,6 +17,7 @@ def path(tmp_path: Path) -> Path:
     return checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled(checkpoints.ODD_SHAPES))
 
 
+@pytest.mark.slow
 def test_a_broker_that_was_found_is_said(broker: BrokerProcess, path: Path) -> None:
     here = broker.directory
     loaded = run_as_guest(here, "load", "x", path)
@@ -30,6 +31,7 @@ def test_a_broker_that_was_found_is_said(broker: BrokerProcess, path: Path) -> N
     assert run_as_guest(here, "drain", "--off").stdout == f"The broker on {here} lends again.\n"
 
 
+@pytest.mark.slow
 def test_a_broker_that_was_named_is_not_said_and_json_is_as_it_was(broker: BrokerProcess, path: Path) -> None:
     here = broker.directory
     for number, named in enumerate((["--directory", here], []), 1):

@@ -85,6 +85,7 @@ def test_ls_takes_patterns_and_sorts(directory: Path) -> None:
     assert document(directory, "ls", "nothing*") == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("zoo")
 def test_clients_are_chosen_by_what_they_hold(directory: Path) -> None:
     with Broker(directory) as other, other.attach("llama"):
@@ -125,6 +126,7 @@ def test_columns_go_whole_where_a_terminal_is_narrow(directory: Path) -> None:
         assert max(map(len, plain)) <= max(columns, 30)
 
 
+@pytest.mark.slow
 def test_sentences_are_broken_between_words_where_a_terminal_is_narrow(directory: Path, llama: str) -> None:
     for arguments in (["topology"], ["show", llama]):
         _, written = terminal.run(*arguments, "--directory", directory, columns=60)
@@ -139,6 +141,7 @@ def test_ls_tells_devices_by_their_numbers(directory: Path, name: str) -> None:
     assert lines(directory, "ls")[1].split()[5] == "0,1"
 
 
+@pytest.mark.slow
 def test_nothing_is_said_in_a_sentence_and_in_json_is_an_empty_list(directory: Path) -> None:
     assert lines(directory, "ls") == ["No pools: nothing has been loaded yet, or everything is retired."]
     assert lines(directory, "clients") == ["No clients: no process is attached, or none of this user."]
@@ -186,6 +189,7 @@ def test_ls_shows_the_same_as_a_table(directory: Path, llama: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tables_fit_a_terminal_of_80_columns(directory: Path, tmp_path: Path) -> None:
     name = "models/" + "x" * 90
     path = checkpoints.write(tmp_path / "one.safetensors", checkpoints.filled([("w" * 120, "U8", (7,))]))
@@ -272,6 +276,7 @@ def test_json_is_json_whatever_the_terminal_can_show(directory: Path, tmp_path: 
     assert {tensor["name"] for tensor in json.loads(done.stdout)["layout"]["tensors"]} == names
 
 
+@pytest.mark.slow
 def test_show_reads_well(directory: Path, llama: str) -> None:
     uuids = [device["uuid"] for device in document(directory, "devices")]
     assert lines(directory, "show", f"{llama}@1") == [
@@ -286,6 +291,7 @@ def test_show_reads_well(directory: Path, llama: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -> None:
     with Broker(directory) as broker, broker.attach(llama, device=0), broker.attach(llama, device=0):
         (client,) = document(directory, "clients")
@@ -349,6 +355,7 @@ def test_devices_are_counted_in_bytes(directory: Path, llama: str) -> None:
         assert row.endswith("2.0 MiB       0 B")
 
 
+@pytest.mark.slow
 def test_a_retired_version_goes_with_its_last_lease(directory: Path, llama: str) -> None:
     with Broker(directory) as broker:
         with broker.attach(llama, device=0):
@@ -370,6 +377,7 @@ def test_an_unknown_pool_is_a_refusal_in_one_line(directory: Path, command: str)
     assert re.fullmatch(r"cubroker: .*nobody.*\n", done.stderr)
 
 
+@pytest.mark.slow
 def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
     plan = {"embed": 0, "head": 1}
     layout = Layout.pack([("embed", "U8", (300,)), ("head", "U8", (5,))], groups=plan)

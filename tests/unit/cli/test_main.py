@@ -212,6 +212,7 @@ def test_a_directory_that_is_not_utf8_is_refused_in_one_line(tmp_path: Path, com
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_help_imports_neither_cuda_nor_zeromq_and_no_command_imports_torch() -> None:
     program = (
         "import sys; from cubroker.cli import main; assert main.run(['--help']) == 0;"

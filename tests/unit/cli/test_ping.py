@@ -47,6 +47,7 @@ def answering(directory: Path, answer: bytes) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_broker_that_serves_is_ready_and_live_and_has_no_session_more(broker: BrokerProcess) -> None:
     for options in ((), ("--live",)):
         done = run("ping", "--directory", broker.directory, *options)
@@ -87,6 +88,7 @@ def test_a_broker_that_is_drained_is_not_ready_until_it_lends_again(broker: Brok
     assert document(broker.directory)[1]["ready"] is True
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_being_started_again_is_live_and_not_ready_until_it_serves() -> None:
     with storing() as broker:
         broker.kill()

@@ -54,6 +54,7 @@ def test_a_broker_that_cannot_start_ends_wherever_its_words_go(directory: Path, 
         assert broker.wait(DEADLINE) == 1
 
 
+@pytest.mark.slow
 def test_a_second_broker_in_the_directory_is_refused_and_the_first_goes_on(directory: Path) -> None:
     with started("serve", "--devices", "host:1@64MiB", "--directory", directory) as first:
         assert first.stdout is not None
@@ -128,6 +129,7 @@ def test_without_a_gpu_the_default_suggests_devices_in_host_memory(directory: Pa
 NO_SPACE = "No space left on device; free space on its file system"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 @pytest.mark.parametrize(
     ("options", "then", "name", "why"),
@@ -149,6 +151,7 @@ def test_a_file_system_that_takes_nothing_is_refused_with_the_path_and_what_to_d
     assert done.stderr.endswith(", or choose another directory\n")
 
 
+@pytest.mark.slow
 def test_a_limit_on_open_files_that_is_too_low_is_refused_with_what_to_raise(directory: Path) -> None:
     script = 'ulimit -n 7 && exec "$@"'
     command = ["sh", "-c", script, "sh", *COMMAND, "serve", "--devices", "host:1@64MiB", "--directory", str(directory)]

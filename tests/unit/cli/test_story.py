@@ -31,6 +31,7 @@ def told(directory: Path, subject: str) -> list[tuple[float, str]]:
     return [(datetime.fromisoformat(when).timestamp(), text) for when, text in found]
 
 
+@pytest.mark.slow
 def test_the_story_of_a_pool_says_what_happened_when_in_plain_words(fresh: Path) -> None:
     began = int(time.time())
     with Broker(fresh) as broker:
@@ -52,6 +53,7 @@ def test_the_story_of_a_pool_says_what_happened_when_in_plain_words(fresh: Path)
     assert all(began <= when <= time.time() for when, _ in lines)
 
 
+@pytest.mark.slow
 def test_the_story_of_a_session_that_has_ended_says_what_it_held_and_what_it_was_refused(fresh: Path) -> None:
     with Broker(fresh) as broker:
         broker.create("llama", LAYOUT).seal()

@@ -138,6 +138,7 @@ def watching(
             os.close(ours)
 
 
+@pytest.mark.slow
 def test_live_it_shows_what_changes_and_ends_at_ctrl_c(broker: BrokerProcess) -> None:
     with watching(broker.directory) as (process, screen):
         eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
@@ -149,6 +150,7 @@ def test_live_it_shows_what_changes_and_ends_at_ctrl_c(broker: BrokerProcess) ->
     assert b"Traceback" not in screen.written
 
 
+@pytest.mark.slow
 def test_live_it_waits_for_a_broker_that_went_away(broker: BrokerProcess) -> None:
     with watching(broker.directory) as (process, screen):
         eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
@@ -162,6 +164,7 @@ def test_live_it_waits_for_a_broker_that_went_away(broker: BrokerProcess) -> Non
         assert process.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
 def test_live_it_waits_for_a_broker_that_refuses_it_for_a_while() -> None:
     with configured("") as broker, watching(broker.directory) as (process, screen):
         eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
@@ -182,6 +185,7 @@ LEFT, ENTERED = b"\x1b[?1049l", b"\x1b[?1049h"
 """What a terminal is told to leave its alternate screen, and to show it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_live_a_signal_ends_it_and_leaves_the_terminal_as_it_was(broker: BrokerProcess, number: signal.Signals) -> None:
     with watching(broker.directory) as (process, screen):
@@ -194,6 +198,7 @@ def test_live_a_signal_ends_it_and_leaves_the_terminal_as_it_was(broker: BrokerP
     assert b"Traceback" not in screen.written
 
 
+@pytest.mark.slow
 def test_live_it_can_be_stopped_and_goes_on_in_the_foreground(broker: BrokerProcess) -> None:
     shell = ["bash", "--noprofile", "--norc", "-i"]
     with watching(broker.directory, shell, preexec_fn=_own_terminal, start_new_session=True) as (process, screen):

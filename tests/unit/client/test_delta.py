@@ -448,6 +448,7 @@ def test_a_tensor_without_elements_stays_one() -> None:
     assert laid_out(base, b=(0, 2)).layout.tensors[1].shape == (0, 2)
 
 
+@pytest.mark.slow
 def test_random_updates_keep_every_tensor_whole_and_share_what_does_not_change() -> None:
     chance = np.random.default_rng(7)
     for _ in range(60):

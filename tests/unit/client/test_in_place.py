@@ -191,6 +191,7 @@ with Broker(sys.argv[1]) as broker, broker.create("w", [("a", "U8", (8,))], shar
 """
 
 
+@pytest.mark.slow
 def test_a_write_after_the_seal_ends_the_process_on_a_host_device(lender: BrokerProcess, client: Broker) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WRITES, str(lender.directory)], capture_output=True, text=True, timeout=60, check=False

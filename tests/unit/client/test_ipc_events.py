@@ -174,6 +174,7 @@ with Broker(directory) as broker, broker.attach(sys.argv[2]) as pool:
 """
 
 
+@pytest.mark.slow
 def test_two_consumers_hand_back_what_they_took(client: Broker, lender: BrokerProcess, pool: Pool) -> None:
     rounds = 60
     names = ("one", "two")
@@ -331,6 +332,7 @@ def test_a_finalizer_that_the_collector_calls_finds_the_event_closed(pool: Pool)
     assert told == [f"event 'ready' of pool {pool.name!r} version 1 is closed in this process; make or open it again"]
 
 
+@pytest.mark.slow
 def test_events_keep_their_pool_and_end_when_it_is_closed(client: Broker, name: str, share: str) -> None:
     scratch(client, name)
     event = client.attach(name).event("ready")

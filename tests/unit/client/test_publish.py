@@ -56,6 +56,7 @@ def bits(array: torch.Tensor) -> bytes:
     return bytes(array.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if array.numel() else b""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("share")
 def test_a_model_is_published_in_one_call_and_another_process_reads_equal_values(
     lender: BrokerProcess, client: Broker, name: str

@@ -188,6 +188,7 @@ def test_a_pool_that_is_asleep_wakes_on_the_other_version(client: Broker, name: 
         del array
 
 
+@pytest.mark.slow
 def test_all_shards_are_switched_or_one(client: Broker, name: str) -> None:
     put(client, name, 1, SPREAD, plan=PLAN)
     with client.attach(name) as pool, client.attach(name, device=1) as shard:
@@ -647,6 +648,7 @@ def test_a_pool_stays_as_it_is_when_the_broker_is_gone(broker: BrokerProcess) ->
 # -- threads -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads_may_switch_a_pool_let_it_sleep_wake_it_and_read_it(client: Broker, name: str) -> None:
     keepers = []
     for value in (1, 2):

@@ -69,6 +69,7 @@ def test_requests_may_be_pipelined(client: Broker, name: str) -> None:
     assert {type(future.result(60)) for future in closed} == {Done}
 
 
+@pytest.mark.slow
 def test_threads_may_open_brokers_as_the_first_thing_that_a_process_does(lender: BrokerProcess) -> None:
     program = """
     import faulthandler

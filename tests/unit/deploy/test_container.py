@@ -140,6 +140,7 @@ def test_the_keeper_is_the_first_process_and_the_broker_its_child_both_without_a
         assert facts["NoNewPrivs"] == "1"
 
 
+@pytest.mark.slow
 @needs_image
 def test_it_is_cubroker_as_it_was_built_and_its_health_is_told_by_the_check_of_the_image(
     built: Image, container: Container

@@ -158,6 +158,7 @@ def test_bash_completes_commands_options_and_pools(
         assert shell.press(f"cubroker show --directory={here} ll") == f"cubroker show --directory={here} llama "
 
 
+@pytest.mark.slow
 @needs_bash
 @pytest.mark.parametrize("breaks", ["@=:", "=:", ""])
 def test_bash_completes_versions_devices_and_settings_wherever_it_breaks_words(

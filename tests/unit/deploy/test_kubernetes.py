@@ -87,6 +87,7 @@ def test_every_document_is_what_kubernetes_takes(checker: Any, file: str, versio
         checker.validate(document, version or checker.latest_version(), strict=True)
 
 
+@pytest.mark.slow
 def test_a_field_that_there_is_not_would_be_found(checker: Any) -> None:
     wrong = one("cubroker.yaml", "DaemonSet")
     wrong["spec"]["template"]["spec"]["hostPid"] = True
@@ -233,6 +234,7 @@ def working(script: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]
             worker.kill()
 
 
+@pytest.mark.slow
 def test_the_example_loads_once_attaches_and_gives_back_when_it_is_told_to_end(tmp_path: Path) -> None:
     tensors = checkpoints.filled([("norm.weight", "BF16", (4, 8)), ("step", "I64", ())])
     path = checkpoints.write(tmp_path / "llama.safetensors", tensors)

@@ -37,6 +37,7 @@ def test_every_link_of_the_site_leads_to_a_page_or_a_file(pages: Path) -> None:
     assert checked > 200
 
 
+@pytest.mark.slow
 def test_pages_keep_their_places_and_what_they_link_to_is_below_tree(pages: Path) -> None:
     assert (pages / "index.md").read_text().startswith("# cubroker\n")
     assert "(tree/CONTRIBUTING.md)" in (pages / "index.md").read_text()

@@ -161,6 +161,7 @@ def test_the_samples_of_the_traps_print_what_stands_below_them(
         assert here.run(lender, path) == printed
 
 
+@pytest.mark.slow
 def test_workers_of_a_server_that_forks_attach_with_their_first_request(
     lender: BrokerProcess, client: Broker, tmp_path: Path
 ) -> None:

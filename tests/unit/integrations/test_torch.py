@@ -273,6 +273,7 @@ def test_a_tensor_of_torch_that_does_not_fit_is_refused(client: Broker, source: 
         assert not any(draft["a"].tobytes())
 
 
+@pytest.mark.slow
 def test_without_torch_the_import_says_which_extra_to_install() -> None:
     script = """
 import sys

@@ -32,6 +32,7 @@ START = 7 * SEGMENT
 NUMBERS = itertools.count()
 
 
+@pytest.mark.slow
 @given(some.lists(some.tuples(some.booleans(), some.integers(0, 1 << 16), some.integers(0, 1 << 30)), max_size=60))
 def test_pieces_of_a_room_lie_apart_inside_of_it_and_come_back_whole(steps: list[tuple[bool, int, int]]) -> None:
     room, taken = Room(START, 64 * BLOCK), dict[int, int]()

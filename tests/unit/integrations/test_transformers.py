@@ -108,6 +108,7 @@ def test_an_attached_model_is_the_saved_one(client: Broker, tmp_path: Path, kind
     assert [info.leases for info in client.pools()] == [0]
 
 
+@pytest.mark.slow
 def test_attaching_in_inference_mode_or_on_meta_changes_nothing(client: Broker, tmp_path: Path) -> None:
     kind, config = MODELS[3]
     original = made(kind, config)
@@ -208,6 +209,7 @@ def test_a_pool_may_have_buffers_that_the_model_computes(client: Broker, tmp_pat
         assert torch.equal(attach_model(Frozen(), pool).table, torch.arange(3.0))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_converted_when_it_is_loaded_is_published_converted(
     client: Broker, tmp_path: Path
 ) -> None:
@@ -273,6 +275,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_and_its_tokenizer_come_from_a_pool_and_a_folder_without_weights(
     client: Broker, name: str, llama: Path
 ) -> None:

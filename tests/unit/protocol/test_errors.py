@@ -104,3 +104,16 @@ def test_an_error_of_a_descriptor_is_given_the_path(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as absent, about(tmp_path / "lock"):
         (tmp_path / "nothing").stat()
     assert reason(absent.value).startswith(f"{tmp_path / 'nothing'}: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ModuleNotFoundError("No module named 'numpy'", name="numpy"), "numpy, which is not installed"),
+        (ImportError("libx.so.1 is not there"), "a package that cannot be imported (libx.so.1 is not there)"),
+    ],
+)
+def test_what_a_package_is_missing_for_is_said_with_how_to_install_it(error: ImportError, why: str) -> None:
+    with pytest.raises(errors.Unsupported) as raised, errors.needing("a sum", "cubroker[numpy]"):
+        raise error
+    assert raised.value.message == f"a sum needs {why}: pip install 'cubroker[numpy]'"

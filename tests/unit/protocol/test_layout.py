@@ -34,6 +34,7 @@ def triples(draw: st.DrawFn) -> list[Triple]:
     return tensors
 
 
+@pytest.mark.slow
 @given(triples(), st.none() | st.integers(layout.ALIGNMENT, 4096))
 def test_packed_tensors_lie_aligned_whole_and_apart(tensors: list[Triple], slab: int | None) -> None:
     packed = Layout.pack(tensors, slab=slab)
@@ -50,12 +51,14 @@ def test_packed_tensors_lie_aligned_whole_and_apart(tensors: list[Triple], slab:
     assert waste <= 256 * (len(packed.tensors) + len(packed.allocations))
 
 
+@pytest.mark.slow
 @given(triples(), st.none() | st.integers(layout.ALIGNMENT, 4096))
 def test_a_layout_that_travelled_is_the_same(tensors: list[Triple], slab: int | None) -> None:
     packed = Layout.pack(tensors, slab=slab)
     assert Layout.decode(packed.encode()) == packed
 
 
+@pytest.mark.slow
 @given(triples(), st.integers(layout.ALIGNMENT, 4096))
 def test_a_slab_is_kept_to_unless_one_tensor_alone_exceeds_it(tensors: list[Triple], slab: int) -> None:
     packed = Layout.pack(tensors, slab=slab)
@@ -290,6 +293,7 @@ def test_what_cannot_be_packed_or_sent_is_refused(pack: Callable[[], object], me
         pack()
 
 
+@pytest.mark.slow
 def test_the_largest_layout_can_be_sent_and_read() -> None:
     with unmeasured():
         largest = Layout.pack((f"{i:080}", "BF16", (1,) * 8) for i in range(layout.MAX_TENSORS))
@@ -335,6 +339,7 @@ def test_bytes_that_are_no_layout_are_refused_shortly(plain: object) -> None:
 # -- groups ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(triples(), st.none() | st.integers(layout.ALIGNMENT, 4096), st.integers(1, 3))
 def test_groups_share_no_allocation_and_are_found_again(tensors: list[Triple], slab: int | None, count: int) -> None:
     groups = {name: number % count for number, (name, _, _) in enumerate(tensors)}
@@ -361,6 +366,24 @@ THREE = [("a", "U8", (1,)), ("b", "U8", (1,)), ("c", "U8", (1,))]
 def test_groups_that_do_not_fit_a_layout_are_refused(groups: dict[str, int], says: str) -> None:
     with pytest.raises(Invalid, match=says):
         Layout.pack(THREE).spread(groups)
+
+
+def test_each_allocation_has_the_group_of_its_tensors() -> None:
+    groups = {"a": 1, "b": 0, "c": 1}
+    packed = Layout.pack(THREE, groups=groups)
+    assert [packed.spread(groups)[spec.allocation] for spec in packed.tensors] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (Layout.pack([("a", "U8", (1,)), ("b", "I8", (1,))]), r"its tensor 'b' \(U8 .* 0\) is 'b' \(I8 .* 0\) here"),
+        (Layout.pack(THREE[:2]), "it has 3 tensors, and not 2"),
+        (Layout(Layout.pack(THREE).tensors, (1 << 20,)), r"its allocation 0 has \d+ bytes, and not 1048576"),
+    ],
+)
+def test_a_layout_says_in_what_it_differs_first(other: Layout, says: str) -> None:
+    assert re.fullmatch(says, Layout.pack(THREE).difference(other))
 
 
 def test_an_allocation_without_tensors_has_no_group() -> None:

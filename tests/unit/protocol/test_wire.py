@@ -47,6 +47,7 @@ def test_any_bytes_are_a_message_or_refused(shape: Any, data: bytes) -> None:
     read(data, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=["Hello", "Greeting", "Notice", "Envelope", "Answer", "Layout"])
 @given(plain=trees)
 @settings(max_examples=40)  # of each shape

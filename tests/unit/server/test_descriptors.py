@@ -88,6 +88,7 @@ def allocated(client: RawClient) -> list[int]:
     return [device.allocated + device.promised for device in client.devices()]
 
 
+@pytest.mark.slow
 def test_readers_map_what_the_writer_wrote_and_cannot_write_it(broker: BrokerProcess, client: RawClient) -> None:
     publish(client, "pool", MANY)
     with session(broker.directory) as reader:
@@ -150,6 +151,7 @@ def test_a_sharded_pool_is_handed_over_in_the_order_of_its_replicas(client: RawC
     assert read(client, client.descriptors(shard.lease, 2)) == [{2}, {3}]
 
 
+@pytest.mark.slow
 def test_no_context_is_made_for_memory_that_descriptors_open() -> None:
     with faulty("host:2@64MiB") as broker, session(broker.directory) as client:
         broker.arm(CONTEXTS, 1 << 30, 1)  # counts them all, fails none
@@ -164,6 +166,7 @@ def test_no_context_is_made_for_memory_that_descriptors_open() -> None:
 # -- those who do not read ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_costs_few_descriptors_and_loses_none(
     broker: BrokerProcess, client: RawClient
 ) -> None:
@@ -197,6 +200,7 @@ def waiting(client: RawClient) -> Iterator[list[int]]:
         client.connection.setblocking(True)
 
 
+@pytest.mark.slow
 def test_leases_that_are_given_back_unread_are_not_handed_over_any_more(
     broker: BrokerProcess, client: RawClient
 ) -> None:
@@ -211,6 +215,7 @@ def test_leases_that_are_given_back_unread_are_not_handed_over_any_more(
         eventually(lambda: allocated(client) == [0, 0], "the memory to be back")
 
 
+@pytest.mark.slow
 def test_a_stopped_client_finds_all_its_descriptors(broker: BrokerProcess, client: RawClient) -> None:
     publish(client, "pool", THREE)
     with holder(broker.directory, "pool") as process:
@@ -226,6 +231,7 @@ def test_a_stopped_client_finds_all_its_descriptors(broker: BrokerProcess, clien
         assert process.stdout.readline() == "3\n"
 
 
+@pytest.mark.slow
 def test_a_death_with_descriptors_on_their_way_and_waiting_leaves_nothing(
     broker: BrokerProcess, client: RawClient
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_system_call_that_fails_costs_one_request_and_nothing_else(
     assert fail_each(broker, SYSTEM_CALLS, error, code) == 2 * 3 * len(SYSTEM_CALLS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "error", "code"),
     [
@@ -147,6 +148,7 @@ def test_a_call_that_fails_for_memory_without_addresses_costs_one_request_and_no
     assert fail_each(broker, names, error, code, "vmm") >= 2 * 3 * len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "names", "calls"), [("ipc", ALLOCATING, 4), ("vmm", CREATING, 2)])
 def test_a_call_that_fails_for_one_shard_costs_all_of_them_and_nothing_else(
     broker: FaultyBroker, share: str, names: Sequence[str], calls: int

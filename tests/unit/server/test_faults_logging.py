@@ -81,6 +81,7 @@ def use(process: subprocess.Popen[bytes], directory: Path) -> None:
         eventually(lambda: gateway_of(process.pid) != gateway, "another gateway")
 
 
+@pytest.mark.slow
 def test_a_broker_whose_log_nobody_reads_any_more_goes_on() -> None:
     with pipe() as (read, write), serving(write) as broker:
         os.close(read)

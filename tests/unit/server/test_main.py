@@ -134,6 +134,7 @@ def test_signals_that_are_ignored_at_the_start_stay_so(tmp_path: Path) -> None:
         assert process.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number: signal.Signals) -> None:
     block = (
@@ -160,6 +161,7 @@ def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:
     assert not alive(gateway)
 
 
+@pytest.mark.slow
 def test_a_broker_whose_gateway_cannot_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("raise ImportError('no such library')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}

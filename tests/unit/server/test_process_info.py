@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from cubroker.client import Broker
 from cubroker.driver import system_calls
 from cubroker.protocol.status import ProcessInfo
@@ -84,6 +86,7 @@ def test_a_pidfd_that_is_none_tells_nothing() -> None:
     assert process_info.read_by_pidfd(reading) is None
 
 
+@pytest.mark.slow
 def test_clients_are_told_with_their_processes(broker: BrokerProcess) -> None:
     script = "import sys; from cubroker.client import Broker; b = Broker(sys.argv[1]); print(flush=True); input()"
     command = [sys.executable, "-c", script, str(broker.directory)]

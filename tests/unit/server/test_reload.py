@@ -136,6 +136,7 @@ class InBackground(Configured):
         return [sys.executable, "-c", ignore, *super().command()]
 
 
+@pytest.mark.slow
 def test_a_broker_that_was_started_in_the_background_reads_its_file_again_too() -> None:
     with configured("", InBackground) as broker, session(broker.directory) as client:
         broker.reload("budget = '2MiB'")

@@ -23,6 +23,7 @@ STAFF = 5000
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes as other users")
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_pool_is_for_whom_its_mode_says() -> None:
     text = f"mode = 0o640\nadmins = [{EVE}]\n[sockets]\nmode = 0o666"
@@ -68,6 +69,7 @@ def test_a_pool_is_its_owners_alone_with_the_settings_that_are_shipped() -> None
         assert mate("attach", "shared") == [1, ALICE % 251]
 
 
+@pytest.mark.slow
 @needs_root
 def test_who_is_refused_all_the_time_does_not_fill_the_log() -> None:
     with (
@@ -173,6 +175,7 @@ def test_budgets_may_differ_from_device_to_device(name: str) -> None:
         assert [device.budget for device in client.devices()] == [32 << 20, 2 << 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

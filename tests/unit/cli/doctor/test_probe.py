@@ -126,6 +126,7 @@ def test_a_broker_that_does_not_answer_is_told(broker: BrokerProcess, monkeypatc
     assert "did not answer within 0.2 s" in found.message
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path) -> None:
     host = tmp_path / "host"
     host.mkdir()

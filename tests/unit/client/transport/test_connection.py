@@ -118,6 +118,7 @@ def _sent_again(client: Broker, since: float) -> bool:
     return not client.requests.outbox and all(each.sent > since for each in client.requests._pending.values())
 
 
+@pytest.mark.slow
 def test_one_long_wait_keeps_nobody_from_asking(client: Broker, lender: BrokerProcess) -> None:
     waiting = client.requests.submit(Attach("not-yet-published", 0, None, 3600.0))
     for _ in range(12):  # more than the broker keeps answers for

@@ -318,6 +318,7 @@ def test_an_interrupt_at_the_gate_shuts_nobody_out(monkeypatch: pytest.MonkeyPat
     assert future.result(0) == 7
 
 
+@pytest.mark.slow
 def test_tasks_that_ask_again_when_all_is_over_end_one_after_the_other() -> None:
     desk, futures = Desk(), list[Future[Reply]]()
     for _ in range(5000):

@@ -103,6 +103,7 @@ def offered(connection: PeerConnection) -> list[tuple[str, int, int | None]]:
     return [(each.name, each.version, each.there) for each in connection.ask(List(), Offers).offers]
 
 
+@pytest.mark.slow
 def test_a_draft_is_offered_and_its_readers_hear_what_is_there_until_it_is_published(
     serving: Serving, directory: Path, name: str
 ) -> None:
@@ -143,6 +144,7 @@ def test_the_readers_of_a_draft_that_is_discarded_are_told_and_its_memory_goes_w
         connection.ask(Open(name, 1), ExportedVersion)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_before_it_has_heard_all_is_no_fault(
     serving: Serving, directory: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +159,7 @@ def test_a_reader_that_leaves_before_it_has_heard_all_is_no_fault(
     assert "is gone" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_peer_that_stays_keeps_no_draft_that_was_discarded(
     broker: BrokerProcess, certificates: Certificates, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +216,7 @@ def test_a_draft_is_for_those_who_may_read_the_pool_before_and_after(
             assert (name, version, 0) in offered(rights)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_not_among_the_pools_is_not_offered(
     broker: BrokerProcess, certificates: Certificates, name: str
 ) -> None:
@@ -237,6 +241,7 @@ def test_a_fetch_tells_nobody_who_may_not_read_it(
     assert serving.meter.drafts == 0
 
 
+@pytest.mark.slow
 def test_an_announcement_of_another_user_s_draft_is_refused(
     serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +350,7 @@ def test_announcements_have_so_much_memory_together(
         told(directory, *announcement(directory, "other", other.version))
 
 
+@pytest.mark.slow
 def test_refused_announcements_write_so_many_lines_a_minute(
     broker: BrokerProcess, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -422,6 +428,7 @@ def test_a_draft_is_announced_once(serving: Serving, directory: Path, name: str)
     publish(directory, name)
 
 
+@pytest.mark.slow
 def test_a_fetch_finds_an_exporter_that_comes_later_or_comes_again(
     broker: BrokerProcess, certificates: Certificates, name: str
 ) -> None:
@@ -449,6 +456,7 @@ def test_a_host_knows_itself(serving: Serving, directory: Path, certificates: Ce
     assert identity.host(tmp_path / "none") == b""
 
 
+@pytest.mark.slow
 def test_an_exporter_that_hangs_keeps_no_fetch(
     broker: BrokerProcess, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

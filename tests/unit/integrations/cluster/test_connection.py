@@ -64,6 +64,7 @@ def test_an_address_to_listen_at_may_have_port_0() -> None:
     assert parse("127.0.0.1:0", least=0) == PeerAddress("127.0.0.1", 0)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=80) | st.from_regex(r"\[?[a-z0-9:.%-]{0,70}\]?(:[0-9]{0,6})?", fullmatch=True))
 @example("a" * 63 + "." + "b" * 64)
 def test_any_text_is_an_address_or_invalid_and_no_address_is_a_fault_of_the_resolver(text: str) -> None:

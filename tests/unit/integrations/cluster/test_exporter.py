@@ -125,6 +125,7 @@ def told(connection: PeerConnection, version: int) -> None:
 # -- before a word of ours -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_garbage_instead_of_tls_is_answered_by_nothing_of_ours(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,6 +294,7 @@ def test_a_connection_begins_with_a_hello(
     eventually(lambda: "is cut off: it did not begin with a hello" in caplog.text, "the line in the log")
 
 
+@pytest.mark.slow
 def test_what_comes_at_the_wrong_time_is_refused_and_the_connection_goes_on(
     serving: Serving, directory: Path, name: str
 ) -> None:
@@ -325,6 +327,7 @@ def test_a_newer_peer_is_told_what_this_side_speaks(serving: Serving, monkeypatc
 # -- what it offers --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_what_a_user_may_read_is_offered_and_the_rest_is_as_if_it_was_not_there(
     directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +428,7 @@ def test_what_is_opened_is_leased_by_a_process_until_the_connection_ends(
     assert f"has read {name}@1: {LAYOUT.nbytes} bytes in " in caplog.text
 
 
+@pytest.mark.slow
 def test_shards_come_in_the_order_of_the_allocations(serving: Serving, directory: Path, name: str) -> None:
     with Broker(directory) as broker, broker.create(name, LAYOUT, devices=[0, 1], plan={"a": 1, "b": 0}) as draft:
         draft.seal()
@@ -493,6 +497,7 @@ def test_no_peer_takes_the_last_places_of_readers_from_others(
         assert third.ask(Open(name), ExportedVersion, 60.0).slot == 0
 
 
+@pytest.mark.slow
 def test_the_digests_of_a_version_that_was_sealed_without_are_computed_once(
     serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,6 +543,7 @@ def test_a_peer_that_says_nothing_before_it_opens_is_cut_off(serving: Serving, m
         assert _all(peer) == b""
 
 
+@pytest.mark.slow
 def test_a_peer_that_says_nothing_is_cut_off_and_its_lease_ends(
     directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -551,6 +557,7 @@ def test_a_peer_that_says_nothing_is_cut_off_and_its_lease_ends(
         assert (serving.meter.readers, serving.meter.whole) == (0, [])
 
 
+@pytest.mark.slow
 def test_a_peer_that_comes_no_further_is_cut_off_whatever_it_says(
     directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -577,6 +584,7 @@ def crawl(connection: PeerConnection) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_peer_that_says_it_has_read_more_than_there_is_comes_no_further_by_that(
     directory: Path, certificates: Certificates, name: str
 ) -> None:
@@ -599,6 +607,7 @@ def test_a_peer_that_says_what_cannot_be_is_cut_off(serving: Serving, directory:
     assert serving.meter.nbytes == {}
 
 
+@pytest.mark.slow
 def test_a_peer_that_reads_too_slowly_is_cut_off_though_it_comes_further(
     directory: Path, certificates: Certificates, name: str
 ) -> None:

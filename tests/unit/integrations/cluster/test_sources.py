@@ -568,7 +568,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 
 
 def rounds(this: Striping, speeds: dict[int, float]) -> Iterator[tuple[int, VersionPiece]]:

@@ -97,6 +97,7 @@ def test_a_client_that_keeps_the_memory_of_a_closed_lease_is_seen_and_refused_un
         assert mine(client) == 0
 
 
+@pytest.mark.slow
 def test_memory_that_is_opened_by_handle_is_seen_too() -> None:
     with configured("") as broker, session(broker.directory) as client:
         client.publish("a")

@@ -37,6 +37,7 @@ def test_what_is_stored_is_there_again_after_a_kill_and_again_after_the_next(kee
         assert contents(pupil.give("m1.0")) == [b"weights"]
 
 
+@pytest.mark.slow
 def test_what_was_stored_right_before_the_kill_is_there(keep: Keep) -> None:
     pupil = keep.next()
     for number in range(8):

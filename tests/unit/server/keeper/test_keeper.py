@@ -223,6 +223,7 @@ def test_a_process_may_ask_to_be_watched_and_to_be_ended(keep: Keep) -> None:
     keep.says(f"process {second.pid} was killed by SIGABRT")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_never_ready_is_aborted() -> None:
     done = run("keep", "--start-timeout", "0.2", "--", "sleep", "1000")
     assert done.returncode == 128 + signal.SIGABRT
@@ -413,6 +414,7 @@ def test_a_process_has_signals_as_its_keeper_got_them(place: Path) -> None:
         assert signal.SIGHUP in keep.next().hello["ignored"]
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_holds_nothing_up(place: Path) -> None:
     with Keep(place, "--pause", "0") as keep:
         assert keep.process.stderr
@@ -451,6 +453,7 @@ def test_no_descriptor_left_costs_what_was_sent_then_and_nothing_else(keep: Keep
     assert keep.again(first).inherited == {"before": 1, "after": 1}
 
 
+@pytest.mark.slow
 def test_without_memory_or_room_for_a_process_it_tries_again(place: Path) -> None:
     failing = """
 import os, sys
@@ -513,6 +516,7 @@ def test_as_the_first_process_it_reaps_orphans_and_obeys_signals(place: Path) ->
         assert keep.status() == 100 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_limit_of_open_files_bounds_what_can_be_kept(place: Path) -> None:
     with Keep(place, before=["prlimit", "--nofile=256:3024"]) as keep:
         first = keep.next()

@@ -45,6 +45,7 @@ def test_what_a_full_pipe_does_not_take_is_counted() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_terminal_that_nobody_reads_takes_what_it_has_room_for() -> None:
     master, terminal = os.openpty()
     with open(master, "rb", 0) as reader, open(terminal, "wb", 0):

@@ -117,6 +117,7 @@ def test_a_publication_takes_memory_in_proportion_to_those_who_wait_for_it_and_f
     assert peak(1000) < peak(250) * ALIKE * 4
 
 
+@pytest.mark.slow
 def test_a_publication_costs_in_proportion_to_the_versions_that_are_kept() -> None:
     def cost(kept: int) -> int:
         story = Story(LARGE, policy=Policy(keep=kept))
@@ -131,6 +132,7 @@ def test_a_publication_costs_in_proportion_to_the_versions_that_are_kept() -> No
     assert cost(200) < cost(50) * ALIKE * 4
 
 
+@pytest.mark.slow
 def test_asking_for_what_is_not_there_costs_the_same_however_many_pools_are_not_for_the_asker_to_see() -> None:
     def cost(pools: int) -> int:
         story = told()

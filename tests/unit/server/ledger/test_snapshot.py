@@ -580,6 +580,7 @@ def test_a_record_that_contradicts_itself_is_refused() -> None:
         restored(items)
 
 
+@pytest.mark.slow
 def test_whatever_is_wrong_with_a_value_it_is_damage_or_what_contradicts_it_is_named_and_given_up() -> None:
     items = varied().ledger.snapshot()
     values = [*items.values(), b"", b"\xc1", b"\x90", b"\xa1\xff"]

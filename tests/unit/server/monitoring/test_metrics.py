@@ -165,6 +165,7 @@ def test_a_lease_is_old_since_its_version_was_superseded_as_far_as_that_is_known
     assert scrape(holding(retired, v1=now - 200 * MINUTE))[oldest] == {("a",): 0}, "nothing says since when"
 
 
+@pytest.mark.slow
 def test_a_version_that_stays_is_old_for_longer_and_longer_whatever_is_published_meanwhile() -> None:
     writer, began = MetricsWriter(BrokerCounters().registry), scenes.NOW
     for number in range(2, 90):

@@ -147,6 +147,7 @@ def test_a_gateway_that_died_is_counted(watched: Watched[BrokerProcess]) -> None
     eventually(lambda: watched.metric("cubroker_gateway_restarts_total") == 1, "another gateway")
 
 
+@pytest.mark.slow
 def test_a_broker_that_ends_ends_its_window_while_somebody_watches(watched: Watched[BrokerProcess]) -> None:
     with socket.socket(socket.AF_UNIX) as watcher:
         watcher.connect(str(watched.window))
@@ -182,6 +183,7 @@ def test_off_is_the_default_and_nothing_of_it_is_loaded() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_port_is_served_to_who_has_the_token_and_without_one_no_broker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_requests_survive_the_death_of_the_gateway(broker: BrokerProcess, client
     assert client.answer(waiting)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_done_twice_when_the_gateway_dies(broker: BrokerProcess, client: RawClient) -> None:
     client.publish("pool")
     attach, count = Attach("pool", 0, None, 0.0), 1000
@@ -182,6 +183,7 @@ def test_gateways_that_die_one_after_the_other_are_replaced(broker: BrokerProces
     assert client.devices()
 
 
+@pytest.mark.slow
 def test_a_broker_stops_while_it_waits_to_start_a_gateway(broker: BrokerProcess, client: RawClient) -> None:
     for deaths in itertools.count(1):
         os.kill(gateway_of(broker.pid), signal.SIGKILL)
@@ -228,6 +230,7 @@ def test_a_message_past_the_limit_ends_its_connection_alone(broker: BrokerProces
     assert gateway_of(broker.pid) == pid
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_costs_nobody_else_a_reply(broker: BrokerProcess, client: RawClient) -> None:
     with session(broker.directory) as deaf:
         # Far more replies than its pipe and its kernel buffer hold, all but the first of them sent again.

@@ -35,6 +35,7 @@ def held(directory: Path) -> int:
         return broker.pools()[0].leases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,6 +65,7 @@ def test_a_client_in_namespaces_below_the_brokers_is_known_by_its_process_and_it
         eventually(lambda: held(broker.directory) == 0, "the lease to end")
 
 
+@pytest.mark.slow
 def test_a_client_outside_the_pid_namespace_of_the_broker_has_no_number_and_its_death_is_seen() -> None:
     with contained("--pid") as broker:
         publish(broker.directory)
@@ -86,6 +88,7 @@ def test_on_a_kernel_that_cannot_name_such_a_client_it_is_told_what_to_do(tmp_pa
         peer_credentials.identify(Old(ours, 92))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_user_whom_the_brokers_user_namespace_does_not_know_is_told_so_and_others_are_served() -> None:
     with contained("--user", "--map-root-user") as broker:
@@ -110,6 +113,7 @@ def test_in_the_first_user_namespace_nobody_is_a_user_like_others() -> None:
     assert peer_credentials.overflow_id("gid") is None
 
 
+@pytest.mark.slow
 def test_emulated_ipc_memory_needs_a_common_network_namespace_and_says_so(broker: BrokerProcess) -> None:
     before = unshare("--net")
     publish(broker.directory, "ipc")
@@ -120,6 +124,7 @@ def test_emulated_ipc_memory_needs_a_common_network_namespace_and_says_so(broker
         )
 
 
+@pytest.mark.slow
 def test_ipc_memory_of_a_process_with_the_same_number_elsewhere_is_refused_and_vmm_is_not() -> None:
     before = unshare("--pid", "--fork", "--kill-child")
     with contained("--pid") as broker:  # which is process 1 there, as the client is in its own namespace

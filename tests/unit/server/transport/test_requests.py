@@ -116,6 +116,7 @@ def insist(client: RawClient, body: Request, number: int | None = None) -> Reply
                 return answer.body
 
 
+@pytest.mark.slow
 def test_many_who_wait_for_one_large_layout_share_it(broker: BrokerProcess, client: RawClient) -> None:
     layout = Layout.pack([(f"{number:0100d}", "U8", (1,)) for number in range(20_000)])
     data, attach = layout.encode(), Attach("pool", 0, None, 60.0)
@@ -432,6 +433,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", ["leave", "hang_up"])
 def test_nothing_is_checked_for_a_session_that_is_over_and_all_that_it_had_is_given_back(
     ended: str, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def test_a_lease_falls_when_its_holder_is_killed(broker: BrokerProcess, client: 
         eventually(lambda: leases(client) == [], "the lease to fall")
 
 
+@pytest.mark.slow
 def test_a_holder_that_hangs_up_keeps_its_lease_until_it_ends(broker: BrokerProcess, client: RawClient) -> None:
     client.publish("pool")
     with holder(broker.directory, "pool") as process:
