@@ -96,10 +96,11 @@ def test_a_layout_with_any_bit_flipped_still_keeps_its_rules() -> None:
 
 
 @each_sample
-@pytest.mark.parametrize("shape", SHAPES, ids=["Hello", "Greeting", "Notice", "Envelope", "Answer", "Layout"])
-def test_a_message_is_never_taken_for_one_of_another_channel(sample: tuple[Any, Any], shape: Any) -> None:
+def test_a_message_is_never_taken_for_one_of_another_channel(sample: tuple[Any, Any]) -> None:
     twice = (m.Greeting, m.Notice) if isinstance(sample[0], m.Welcome) else ()  # the same socket, and maybe once more
-    if shape is not sample[1] and shape not in twice:
+    others = [shape for shape in SHAPES if shape is not sample[1] and shape not in twice]
+    assert len(others) >= len(SHAPES) - 2
+    for shape in others:
         with pytest.raises(Invalid):
             wire.unpack(wire.pack(sample[0]), shape)
 
