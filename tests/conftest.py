@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import coverage
 import pytest
 
 from tests import forkserver, sampling
@@ -51,6 +53,13 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 """The processes of pytest-xdist that run tests, and the number of this one."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure no process that only hands tests out: tracing is half of what that computes."""
+    measured = coverage.Coverage.current()
+    if measured and "PYTEST_XDIST_WORKER" not in os.environ and getattr(config.option, "numprocesses", None):
+        measured.stop()
+
+
 def pytest_report_header() -> str:
     """Say what repeats today's samples."""
     if sampling.WHOLE:
@@ -87,6 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in left_out]
 
 
+@functools.cache
 def _among(path: Path, places: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(ROOT / each) for each in places)
 
@@ -106,10 +116,22 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     try:
         with collecting():
-            return (yield)
+            result = yield
+        _have_all_propagate()
+        return result
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _have_all_propagate() -> None:
+    """Have other packages' loggers hand on what they log; torch has 44 that do not.
+
+    pytest adds its handlers to each that does not, and takes them away again, six times a test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and not name.startswith("cubroker"):
+            logger.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,8 +149,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_sessionfinish() -> None:
     """Do what takes time before pytest-xdist counts ten seconds and kills the worker, whose coverage would be lost."""
     forkserver.close()
-    coverage = sys.modules.get("coverage")
-    if coverage and (measured := coverage.Coverage.current()):
+    if measured := coverage.Coverage.current():
         measured.save()
 
 
