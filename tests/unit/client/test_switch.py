@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
@@ -66,9 +67,14 @@ def put(client: Broker, name: str, value: int, layout: Layout = THREE, *, digest
         return draft.seal(digest=digest)
 
 
+def values(data: Any) -> set[int]:
+    """The values of all bytes. numpy finds them: a set of the elements takes a fifth of a second for one tensor."""
+    return set(np.unique(np.frombuffer(data, np.uint8)).tolist())
+
+
 def shown(pool: Pool) -> set[int]:
     """The values of all bytes of a pool."""
-    return {byte for tensor in pool.values() for byte in set(tensor.tobytes())}
+    return {byte for tensor in pool.values() for byte in values(tensor.tobytes())}
 
 
 def held(client: Broker, name: str) -> dict[int, int]:
@@ -106,9 +112,9 @@ def test_what_was_made_before_shows_the_other_version_after(client: Broker, name
         tensor, where, lease = pool["c"], {each: pool[each].pointer for each in pool}, pool.lease
         before = regions().total()
         put(client, name, 2)
-        assert set(array) == {1}
+        assert values(array) == {1}
         assert pool.switch() == pool.version == 2
-        assert (set(array), set(tensor.tobytes()), shown(pool)) == ({2}, {2}, {2})
+        assert (values(array), values(tensor.tobytes()), shown(pool)) == ({2}, {2}, {2})
         assert {each: pool[each].pointer for each in pool} == where
         assert pool.lease not in (0, lease)
         assert held(client, name) == {2: 1}
@@ -181,10 +187,10 @@ def test_a_pool_that_is_asleep_wakes_on_the_other_version(client: Broker, name: 
             pool.switch(7)
         assert (pool.asleep, pool.version) == (True, 1)
         assert pool.switch() == 2
-        assert (pool.asleep, set(array), held(client, name)) == (False, {2}, {2: 1})
+        assert (pool.asleep, values(array), held(client, name)) == (False, {2}, {2: 1})
         pool.sleep()
         assert pool.switch(2) == 2
-        assert (pool.asleep, set(array), held(client, name)) == (False, {2}, {2: 1})
+        assert (pool.asleep, values(array), held(client, name)) == (False, {2}, {2: 1})
         del array
 
 
@@ -196,7 +202,7 @@ def test_all_shards_are_switched_or_one(client: Broker, name: str) -> None:
         # The same plan on the same devices, which are named in another order.
         put(client, name, 2, SPREAD, plan=PLAN, devices=(1, 0))
         assert (pool.switch(), shard.switch(2)) == (2, 2)
-        assert all(set(array) == {2} for array in arrays)
+        assert all(values(array) == {2} for array in arrays)
         assert held(client, name) == {2: 2}
         del arrays
 
@@ -225,7 +231,7 @@ def test_a_writable_pool_is_switched_and_its_events_end(client: Broker, name: st
             opening.result()
         pool["a"].copy_from_bytes(bytes([7]) * NBYTES)
         with client.attach(name) as reader:
-            assert set(reader["a"].tobytes()) == {7}
+            assert values(reader["a"].tobytes()) == {7}
         with pool.event("ready") as again:
             assert again.record() == 1
 
@@ -250,11 +256,11 @@ def test_a_multicast_pool_that_is_only_read_is_switched(client: Broker, name: st
         array: Any = pool["a"].numpy()
         put(client, name, 2, **terms)
         assert pool.switch() == 2
-        assert (set(array), shown(pool), held(client, name)) == ({2}, {2}, {2: 1})
+        assert (values(array), shown(pool), held(client, name)) == ({2}, {2}, {2: 1})
         pool.sleep()
         put(client, name, 3, **terms)
         assert pool.switch() == 3
-        assert set(array) == {3}
+        assert values(array) == {3}
         del array
 
 
@@ -303,7 +309,7 @@ def test_the_page_shows_a_loop_that_works(
     seen: list[set[int]] = []
 
     def step(weights: dict[str, Any]) -> bool:
-        seen.append({value for array in weights.values() for value in set(array)})
+        seen.append({value for array in weights.values() for value in values(array)})
         if len(seen) < 3:
             put(client, name, len(seen) + 1)
         return len(seen) < 3
@@ -474,11 +480,11 @@ def test_a_call_that_fails_leaves_the_version_before_whole(client: Broker, name:
         with pytest.raises(OutOfMemory, match=f"switching to pool '{name}' version 2: "):
             pool.switch()
         stays(client, pool, 1, lease)
-        assert set(array) == {1}
+        assert values(array) == {1}
         assert regions() == before
         all_closed(os.getpid(), opened)
         assert pool.switch() == 2
-        assert set(array) == {2}
+        assert values(array) == {2}
         del array
 
 
@@ -577,7 +583,7 @@ def test_a_pool_that_could_not_fall_asleep_whole_is_switched(
                 pool.switch()
         assert (pool.asleep, pool.version) == (True, 1)
         assert pool.switch() == 2
-        assert (set(array), shown(pool), held(client, name)) == ({2}, {2}, {2: 1})
+        assert (values(array), shown(pool), held(client, name)) == ({2}, {2}, {2: 1})
         del array
 
 
@@ -669,7 +675,7 @@ def test_threads_may_switch_a_pool_let_it_sleep_wake_it_and_read_it(client: Brok
                             version = turn % 2 + 1
                             assert pool.switch(version) == version
                         case _:
-                            assert set(pool["b"].tobytes()) in ({1}, {2})
+                            assert values(pool["b"].tobytes()) in ({1}, {2})
                 except Invalid as error:
                     refused.append(error.message)
 
