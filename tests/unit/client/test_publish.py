@@ -559,6 +559,7 @@ def test_what_is_no_array_of_memory_is_refused_by_its_name(client: Broker, name:
     assert versions(client, name) == []
 
 
+@pytest.mark.slow
 def test_a_nested_tensor_is_refused_by_its_name(client: Broker, name: str) -> None:
     # Made here and not among the cases above: torch imports for seconds when it makes one.
     nested = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
