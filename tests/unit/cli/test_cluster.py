@@ -80,7 +80,6 @@ def test_wrong_usage_is_status_2(arguments: str, reason: str) -> None:
 # -- certificates ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_certificates_are_made_shown_and_revoked(tmp_path: Path) -> None:
     authority, host, user = tmp_path / "authority", tmp_path / "host", tmp_path / "user"
     done = run("certificates", "authority", authority, "--days", "9")
@@ -196,7 +195,6 @@ def test_a_peer_that_does_not_answer_is_status_1_and_the_others_are_shown(certif
         assert json.loads(done.stdout)[2]["pools"] is None
 
 
-@pytest.mark.slow
 def test_peers_come_from_the_variable_else_they_are_not_known(certificates: Certificates, tmp_path: Path) -> None:
     with lying(certificates.host) as one:
         env = environment(CUBROKER_PEERS=str(one.address), CUBROKER_CERTIFICATES=str(certificates.host))
@@ -216,7 +214,6 @@ def test_peers_come_from_the_variable_else_they_are_not_known(certificates: Cert
 KEYS = {"schema", "name", "version", "nbytes", "tensors", "seconds", "read_seconds", "sources", "fetched", "from_parts"}
 
 
-@pytest.mark.slow
 def test_what_is_there_is_not_fetched_again(certificates: Certificates, directory: Path, name: str) -> None:
     publish(directory, name)
     options = ("--if-absent", "--from", "gpu-1", "--directory", directory, "--certificates", certificates.host)
@@ -227,7 +224,6 @@ def test_what_is_there_is_not_fetched_again(certificates: Certificates, director
     assert (told["schema"], told["name"], told["version"], told["fetched"]) == (1, name, 1, False)
 
 
-@pytest.mark.slow
 def test_a_fetch_that_fails_is_one_line(certificates: Certificates, directory: Path, tmp_path: Path) -> None:
     nobody = f"{HOST}:{free_port()}"
     given: list[Any] = ["--from", nobody, "--certificates", certificates.host]
@@ -250,7 +246,6 @@ def test_what_was_fetched_is_told_in_one_line() -> None:
 # -- export ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_an_exporter_that_cannot_start_is_one_line(certificates: Certificates, directory: Path, tmp_path: Path) -> None:
     given = ("--directory", directory, "--certificates", certificates.host)
     with socket.create_server((HOST, 0)) as taken:

@@ -87,7 +87,6 @@ def check_advice(lines: list[str]) -> None:
     assert " serve --devices host:2  " in rows[-1], "there is no GPU here"
 
 
-@pytest.mark.slow
 def test_the_demo_tells_its_story_and_leaves_nothing(place: Place, weights: Path) -> None:
     done = run("demo", weights, env=place.env)
     assert (done.returncode, done.stderr) == (0, "")
@@ -95,7 +94,6 @@ def test_the_demo_tells_its_story_and_leaves_nothing(place: Place, weights: Path
     place.check_empty()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("act", "number"), [("1", signal.SIGINT), ("3", signal.SIGTERM), ("4", signal.SIGHUP)])
 def test_an_interrupted_demo_leaves_nothing(place: Place, weights: Path, act: str, number: signal.Signals) -> None:
     check_interrupt(place, act, number, "demo", weights)
@@ -123,7 +121,6 @@ def check_interrupt(place: Place, act: str, number: signal.Signals, *command: st
     return lines
 
 
-@pytest.mark.slow
 def test_a_failing_demo_says_why_and_leaves_nothing(place: Place, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.safetensors"
     wrong.write_bytes(b"no header")
@@ -150,7 +147,6 @@ def test_a_demo_without_a_model_makes_weights_like_those_of_one(place: Place, tm
     place.check_empty()
 
 
-@pytest.mark.slow
 def test_the_demo_writes_its_weights_for_other_commands(tmp_path: Path) -> None:
     done = run("demo", "--weights", tmp_path / "minilm")
     assert (done.returncode, done.stderr) == (0, "")
@@ -192,7 +188,6 @@ def test_the_demo_replaces_no_weights_that_are_there(tmp_path: Path, link: str) 
     assert blob.exists() == (link == "to a file")
 
 
-@pytest.mark.slow
 def test_a_write_of_weights_that_fails_leaves_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "minilm"
     done = run("demo", "--weights", folder, before=["prlimit", f"--fsize={1 << 20}"])

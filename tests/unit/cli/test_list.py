@@ -276,7 +276,6 @@ def test_json_is_json_whatever_the_terminal_can_show(directory: Path, tmp_path: 
     assert {tensor["name"] for tensor in json.loads(done.stdout)["layout"]["tensors"]} == names
 
 
-@pytest.mark.slow
 def test_show_reads_well(directory: Path, llama: str) -> None:
     uuids = [device["uuid"] for device in document(directory, "devices")]
     assert lines(directory, "show", f"{llama}@1") == [
@@ -291,7 +290,6 @@ def test_show_reads_well(directory: Path, llama: str) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -> None:
     with Broker(directory) as broker, broker.attach(llama, device=0), broker.attach(llama, device=0):
         (client,) = document(directory, "clients")
@@ -377,7 +375,6 @@ def test_an_unknown_pool_is_a_refusal_in_one_line(directory: Path, command: str)
     assert re.fullmatch(r"cubroker: .*nobody.*\n", done.stderr)
 
 
-@pytest.mark.slow
 def test_a_sharded_pool_is_told_from_a_replicated_one(directory: Path) -> None:
     plan = {"embed": 0, "head": 1}
     layout = Layout.pack([("embed", "U8", (300,)), ("head", "U8", (5,))], groups=plan)

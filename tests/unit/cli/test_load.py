@@ -114,7 +114,6 @@ def test_a_load_goes_to_the_devices_that_were_named_in_slabs_that_were_asked_for
     assert len(layout.allocations) > 1
 
 
-@pytest.mark.slow
 def test_load_verify_and_retire_print_one_document(directory: Path, path: Path, name: str, tmp_path: Path) -> None:
     def document(command: str, *arguments: str | Path, status: int = 0) -> dict[str, Any]:
         done = run(command, name, *arguments, "--json", "--directory", directory)
@@ -188,7 +187,6 @@ def test_a_plan_that_is_none_is_wrong_usage(directory: Path, path: Path, tmp_pat
     assert states(directory) == []
 
 
-@pytest.mark.slow
 def test_a_load_gives_a_pool_its_mode_and_the_next_one_keeps_it(directory: Path, path: Path, name: str) -> None:
     for version, options in ((1, ("--mode", "640")), (2, ()), (3, ("--mode", "0600"))):
         assert run("load", name, path, *options, "--directory", directory).returncode == 0
@@ -261,7 +259,6 @@ def test_an_unknown_device_is_refused_with_the_known_ones(directory: Path, path:
     assert "it has 0 (cubroker host device 0, HOST-" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_another_writer_is_a_refusal_unless_waited_for(directory: Path, path: Path, name: str) -> None:
     layout = Layout.pack([("t", "U8", (1,))])
     with Broker(directory) as broker, broker.create(name, layout):

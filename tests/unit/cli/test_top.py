@@ -138,7 +138,6 @@ def watching(
             os.close(ours)
 
 
-@pytest.mark.slow
 def test_live_it_shows_what_changes_and_ends_at_ctrl_c(broker: BrokerProcess) -> None:
     with watching(broker.directory) as (process, screen):
         eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")
@@ -150,7 +149,6 @@ def test_live_it_shows_what_changes_and_ends_at_ctrl_c(broker: BrokerProcess) ->
     assert b"Traceback" not in screen.written
 
 
-@pytest.mark.slow
 def test_live_it_waits_for_a_broker_that_went_away(broker: BrokerProcess) -> None:
     with watching(broker.directory) as (process, screen):
         eventually(lambda: b"nothing has been loaded" in screen.written, "the first picture")

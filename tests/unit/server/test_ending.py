@@ -144,7 +144,6 @@ def test_a_second_signal_ends_the_waiting_and_what_is_held_is_told(
     assert f"kept@1 by session {other.welcome.session} (pid " in told
 
 
-@pytest.mark.slow
 def test_a_process_that_ends_is_waited_for_no_longer(patient: BrokerProcess) -> None:
     with session(patient.directory) as client:
         client.publish("held")
@@ -264,7 +263,6 @@ def test_a_keeper_passes_on_that_the_next_broker_is_to_go_on() -> None:
         assert client.ask(Close(lease), Done)
 
 
-@pytest.mark.slow
 def test_a_broker_that_is_killed_is_followed_by_the_one_that_stood_by() -> None:
     with kept() as (_, directory, said), session(directory) as client:
         draft = lasting(client, "lasting")

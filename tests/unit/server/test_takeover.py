@@ -134,7 +134,6 @@ def refused(broker: StoredBroker) -> str:
     return said
 
 
-@pytest.mark.slow
 def test_a_first_start_that_fails_leaves_nothing_in_the_store(kept: StoredBroker) -> None:
     kept.stop()
     for name in list(kept.fdstore.stored):
@@ -165,7 +164,6 @@ def test_a_journal_that_cannot_be_read_is_refused_with_what_to_do_and_everything
         assert client.devices()
 
 
-@pytest.mark.slow
 def test_a_store_without_room_for_a_single_session_is_refused_with_how_to_make_it_larger(kept: StoredBroker) -> None:
     kept.stop()
     before = dict(kept.fdstore.stored)

@@ -95,7 +95,6 @@ def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path, monkeypatch
     assert "mapped 2 MiB by fabric handle" in device["kinds"]["fabric"]["why"]
 
 
-@pytest.mark.slow
 def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     program = (
         "from cubroker.cli import main; from cubroker.cli.doctor import probe, trials\n"
@@ -146,7 +145,6 @@ def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path
     assert run_as_guest(host, "ls").returncode == 3
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_it_and_its_trials(tmp_path: Path) -> None:
     marker = f"doctor-{os.getpid()}-interrupted"
     env = environment(CUBROKER_TEST_MARKER=marker)
@@ -223,7 +221,6 @@ def test_a_trial_whose_parent_has_gone_is_not_made() -> None:
     assert asyncio.run(ask(line, 60, Survey)) == Trial("died", detail="status 0: it said nothing")
 
 
-@pytest.mark.slow
 def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line(*arguments: str) -> list[str]:
         return [sys.executable, "-c", HANGS] if arguments[0] == "ipc" else trial_command(*arguments)

@@ -25,7 +25,6 @@ def test_without_nixl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         open_engine("nixl")
 
 
-@pytest.mark.slow
 def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
     need_engine()
     for name, value in ENGINE.items():

@@ -39,7 +39,6 @@ def ended(directory: Path, *requests: Serve) -> tuple[list[messages.Reply], int]
     return asyncio.run(run())
 
 
-@pytest.mark.slow
 def test_a_process_ends_with_its_input_and_the_lease_with_it(directory: Path, name: str) -> None:
     publish(directory, name)
     (opened,), status = ended(directory, Serve(name, 1, NIXL))
@@ -53,7 +52,6 @@ def test_a_process_that_is_asked_for_nothing_ends_too(directory: Path) -> None:
     assert ended(directory) == ([], 0)
 
 
-@pytest.mark.slow
 def test_what_a_process_cannot_open_is_its_answer_and_its_end(directory: Path, name: str) -> None:
     publish(directory, name)
     for request, code in ((Serve(name, 1, "pigeons"), "unsupported"), (Serve("none", 1, NIXL), "not_found")):

@@ -227,7 +227,6 @@ def test_code_that_was_replaced_is_not_used(place: Path, monkeypatch: pytest.Mon
         assert keep.next(ready=False).pid == other
 
 
-@pytest.mark.slow
 def test_one_that_cannot_be_imported_is_tried_again_after_pauses_that_grow(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
