@@ -63,6 +63,7 @@ def test_an_input_that_takes_much_memory_is_found() -> None:
     assert finding.error.startswith("Greedy: 8")
 
 
+@pytest.mark.slow
 def test_the_long_form_leaves_no_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--engine", "plain", "--jobs", "2", "--inputs", "50", "checkpoint"]
     environment = os.environ | {"CUBROKER_FUZZ_DIR": str(tmp_path)}

@@ -57,6 +57,7 @@ def test_exec_ends_the_connection_and_no_lease_until_the_process_ends(
     assert [(pool.name, pool.leases) for pool in observer.pools()] == [("pool", 0)]
 
 
+@pytest.mark.slow
 def test_a_lease_outlives_the_main_thread_of_its_holder(worker_pool: WorkerPool, observer: Broker) -> None:
     with start(worker_pool, observer, "end_the_main_thread") as worker:
         worker.expect("attached")

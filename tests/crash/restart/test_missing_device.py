@@ -79,6 +79,7 @@ def second(kept: StoredBroker) -> str:
     return next(line for line in kept.log().splitlines() if "device 1:" in line).split(", ")[1]
 
 
+@pytest.mark.slow
 def test_only_pools_with_memory_on_a_device_that_is_gone_are_lost(kept: StoredBroker, held: dict[str, Pool]) -> None:
     assert states(kept) == {"here": "current"} | dict.fromkeys(GONE, "lost")
     for name, pool in held.items():
@@ -110,6 +111,7 @@ def test_what_a_lost_pool_had_comes_back_everywhere_once_nobody_holds_it(
     check(held["here"])
 
 
+@pytest.mark.slow
 def test_a_device_that_comes_back_has_what_was_lost_until_it_is_given_back(
     kept: StoredBroker, held: dict[str, Pool]
 ) -> None:

@@ -78,6 +78,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_journal_is_refused_loudly_and_everything_is_kept(kept: StoredBroker, how: str) -> None:
     damage, complaint = DAMAGES[how]

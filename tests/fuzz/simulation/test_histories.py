@@ -70,6 +70,7 @@ def test_a_ledger_that_frees_under_a_lease_is_found(monkeypatch: pytest.MonkeyPa
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_lets_a_users_later_creates_overtake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(User, "position", lambda user, writer: user.queue.index(writer) if writer in user.queue else 0)
     monkeypatch.setattr(User, "affords", lambda user, writer: not exceeds(user.memory, writer.total, user.quota.memory))
@@ -190,6 +191,7 @@ def test_a_ledger_that_frees_what_another_version_has_is_found(monkeypatch: pyte
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_lends_a_writer_what_is_shared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "own", lambda _, replica: [each for each in replica.allocations if each is not None])
     assert is_found()
@@ -245,6 +247,7 @@ def test_a_ledger_that_is_restored_with_less_than_its_record_is_found(monkeypatc
     assert is_found()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_loses_a_version_under_its_holders_without_a_word_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -259,6 +262,7 @@ def test_a_ledger_that_counts_what_the_store_has_room_for_wrongly_is_found(monke
     assert is_found()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "forgets"), [(lifecycle, "_refuse_waiters"), (Tables, "lends")])
 def test_a_ledger_that_lends_while_the_broker_is_drained_is_found(
     monkeypatch: pytest.MonkeyPatch, where: object, forgets: str

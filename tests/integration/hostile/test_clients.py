@@ -84,6 +84,7 @@ def test_watches_beyond_what_a_session_may_have(broker: BrokerProcess, witness: 
         witness.check()
 
 
+@pytest.mark.slow
 def test_as_many_leases_as_there_may_be(broker: BrokerProcess, witness: Witness) -> None:
     count = Limits().leases
     with session(broker.directory) as client:

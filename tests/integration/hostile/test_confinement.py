@@ -46,6 +46,7 @@ def intrude(*arguments: str) -> dict[str, list[str]]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_a_process_of_the_same_user_opens_reads_and_traces_none_of_a_brokers(processes: dict[str, int]) -> None:
     reached = intrude(*(f"{name}={pid}" for name, pid in processes.items()))
     assert reached.pop("its own child") == sorted(intruder.ATTACKS), "the intruder does not know its trade"

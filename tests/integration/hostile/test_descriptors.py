@@ -81,6 +81,7 @@ def meddles(broker: BrokerProcess, uid: int, what: str, name: str) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 @users
 @pytest.mark.parametrize("share", ["vmm", "multicast"])
 def test_a_reader_changes_nothing_with_the_descriptor_that_it_was_lent(

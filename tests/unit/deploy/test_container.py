@@ -180,6 +180,7 @@ def test_its_sockets_are_a_groups_that_it_is_in_and_a_broker_that_is_killed_is_t
         assert container.process.returncode == 0
 
 
+@pytest.mark.slow
 @needs_image
 def test_what_is_carried_out_changes_nothing_on_this_machine(built: Image) -> None:
     passwd = subprocess.check_output(built.inside("cat", built.root(built.stage) / "etc/passwd"), text=True)

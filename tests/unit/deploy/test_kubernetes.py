@@ -214,6 +214,7 @@ def test_before_a_pod_ends_its_broker_is_drained(broker: BrokerProcess) -> None:
     assert (ready.returncode, live.returncode) == (1, 0)
 
 
+@pytest.mark.slow
 def test_probes_succeed_where_a_broker_serves_and_fail_where_there_is_none_and_have_the_time_that_they_take(
     broker: BrokerProcess, tmp_path: Path
 ) -> None:

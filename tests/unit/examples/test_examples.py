@@ -108,6 +108,7 @@ def test_scratch_memory_is_handed_over_and_back(lender: BrokerProcess, client: B
     assert "event 'full' of examples/scratch@1 ended at generation 5: session" in end
 
 
+@pytest.mark.slow
 def test_versions_are_followed_to_the_end(lender: BrokerProcess, client: Broker, name: str, tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path / "m.safetensors", checkpoints.filled([("x", "U8", (1,))]))
     follower = start(lender, "follow_versions.py", name)
