@@ -203,7 +203,7 @@ def test_the_samples_of_publishing_publish(lender: BrokerProcess, client: Broker
     for number, sample in enumerate(others):
         if client.pools():
             client.retire("policy")  # the next one has no room beside it
-            eventually(lambda: not client.pools(), "its memory to be freed")
+        eventually(lambda: not any(device.allocated for device in client.devices()), "its memory to be freed")
         path = tmp_path / f"other_{number}.py"
         path.write_text(sample)
         here.run(lender, path)
