@@ -16,11 +16,14 @@ import click
 
 from cubroker.cli import completion, format, options, processes
 from cubroker.client.transport import handshake
-from cubroker.protocol.errors import CubrokerError, TimedOut
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.fields import MAX_WAIT
 
 if TYPE_CHECKING:
     from cubroker.client import Broker
+
+PING_SECONDS = 5.0
+"""Seconds that ``drain`` gives a broker to answer whether it lends."""
 
 LOOK = 0.5
 """Seconds between two looks of ``drain`` at the leases."""
@@ -91,10 +94,20 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
             who = format.count(len(told), "client")
             reason = f"{who} still held something after {seconds:g} s; the broker lends nothing all the same, until:"
             raise TimedOut(f"{reason} cubroker drain --off")
-        if not broker.draining:  # the notice is on its way
-            broker.wait_draining(min(LOOK, left))
-        elif broker.wait_draining(min(LOOK, left), over=True):
-            raise CubrokerError("somebody else has had the broker lend again, so there is nothing to wait for")
+        if broker.draining:
+            lends = broker.wait_draining(min(LOOK, left), over=True)
+        else:  # the notice is on its way, or what it said was taken back before this process read it
+            lends = not broker.wait_draining(min(LOOK, left)) and _lends(broker.directory)
+        if lends:
+            raise CubrokerError("another process has had the broker lend again, so there is nothing to wait for")
+
+
+def _lends(directory: Path) -> bool:
+    """Whether a broker answers that it lends; there may be none for a moment, between two."""
+    try:
+        return not handshake.ping(directory, PING_SECONDS)
+    except Unavailable:
+        return False
 
 
 def _holders(broker: Broker) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from cubroker.client import Broker
-from tests.crash.consistency import disagreements
+from tests.crash.consistency import settles
 from tests.crash.content import Form, check
 
 DIRECTORY = "/run/cubroker"
@@ -69,15 +69,19 @@ def publishing(name: str) -> None:
 
 
 def observer(*pids: str) -> None:
-    """At every line, tell in what the broker's tables contradict each other, and the leases of every version.
+    """At every line, tell in what the broker's tables go on contradicting each other, and the leases of every version.
 
     Besides this one, only ``pids`` should have sessions.
     """
     with Broker(DIRECTORY) as broker:
         say(os.getpid())
         for _ in sys.stdin:
-            held = {f"{pool.name}@{pool.version}": pool.leases for pool in broker.pools()}
-            say([disagreements(broker, [*map(int, pids), os.getpid()]), held])
+            found: list[str] = []
+            try:
+                settles(broker, [*map(int, pids), os.getpid()])
+            except AssertionError as error:
+                found.append(str(error))
+            say([found, {f"{pool.name}@{pool.version}": pool.leases for pool in broker.pools()}])
 
 
 def _work(turn: Callable[[], None]) -> None:

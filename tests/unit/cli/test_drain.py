@@ -89,6 +89,20 @@ def test_it_ends_when_somebody_else_takes_it_back(broker: BrokerProcess, client:
         assert "lend again" in drain.stderr.read()
 
 
+def test_it_ends_when_it_is_taken_back_before_the_command_has_heard_of_it(
+    broker: BrokerProcess, client: Broker, pools: list[Pool]
+) -> None:
+    with started("drain", "--directory", broker.directory) as drain:
+        assert client.wait_draining(PATIENCE)
+        drain.send_signal(signal.SIGSTOP)
+        client.drain(on=False)
+        assert client.wait_draining(PATIENCE, over=True)
+        drain.send_signal(signal.SIGCONT)
+        assert drain.wait(PATIENCE) == 1
+        assert drain.stderr
+        assert "lend again" in drain.stderr.read()
+
+
 def test_ctrl_c_ends_the_command_and_not_the_draining(broker: BrokerProcess, client: Broker, pools: list[Pool]) -> None:
     with started("drain", "--directory", broker.directory) as drain:
         assert client.wait_draining(PATIENCE)
