@@ -94,11 +94,9 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
             who = format.count(len(told), "client")
             reason = f"{who} still held something after {seconds:g} s; the broker lends nothing all the same, until:"
             raise TimedOut(f"{reason} cubroker drain --off")
-        if broker.draining:
-            lends = broker.wait_draining(min(LOOK, left), over=True)
-        else:  # the notice is on its way, or what it said was taken back before this process read it
-            lends = not broker.wait_draining(min(LOOK, left)) and _lends(broker.directory)
-        if lends:
+        broker.wait_draining(min(LOOK, left), over=bool(broker.draining))
+        # Without a notice it may be on its way, or what it said was taken back before this process read it.
+        if not broker.draining and _lends(broker.directory):
             raise CubrokerError("another process has had the broker lend again, so there is nothing to wait for")
 
 

@@ -256,3 +256,8 @@ def load() -> Any:
                 if error.name not in PACKAGES:
                     raise
         return import_module(f"{last}._api")
+
+
+def engine_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line of a process for an engine, without the current directory on its path of imports."""
+    return [sys.executable, "-P", "-m", module, *arguments]  # noqa: TID251

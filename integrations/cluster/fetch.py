@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from cubroker.client.devices import DeviceId
 from cubroker.client.transport.requests import version_number
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection, resolve
+from cubroker.integrations.cluster.engine import engine_command
 from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
@@ -249,7 +249,7 @@ def _plain(devices: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
 
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
     """Have a process do what is ordered, and return what it did; raises as :func:`fetch` does."""
-    command = [sys.executable, "-P", "-m", MODULE]  # noqa: TID251  -P: not from the current directory
+    command = engine_command(MODULE)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
         assert process.stdin is not None
         assert process.stdout is not None

@@ -20,7 +20,7 @@ from typing import BinaryIO, Self
 
 from cubroker.client import Broker, Pool, digests
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.engine import NIXL, Engine, MemoryRegion, open_engine
+from cubroker.integrations.cluster.engine import NIXL, Engine, MemoryRegion, engine_command, open_engine
 from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Going, Reply, Serve
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, Unsupported
 
@@ -52,9 +52,7 @@ class SourceProcess:
         """
         started = cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", module, *arguments),  # noqa: TID251  -P: not from the current directory
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                *engine_command(module, *arguments), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
             )
         )
         try:
