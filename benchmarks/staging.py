@@ -1,7 +1,8 @@
-"""Rate of reading and copying by threads, bytes of a chunk and buffers of a ring: ``python -m benchmarks.staging``.
+"""Rate of reading and copying by bytes of a chunk and of its parts, and buffers: ``python -m benchmarks.staging``.
 
-It says which of the constants of ``client/loading/copy.py`` suit a machine. All are measured in one process, into one
-draft, by turns; it is no part of ``python -m benchmarks``.
+It says which of the constants of ``client/loading`` suit a machine: ``copy.CHUNK``, ``copy.RING_DEPTH`` and
+``background_reads.AIO_PART``. All are measured in one process, into one draft, by turns; it is no part of
+``python -m benchmarks``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.load import POOL, pinned_copy
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median
 from cubroker.client import Broker
-from cubroker.client.loading import copy
+from cubroker.client.loading import background_reads, copy
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.protocol import Layout
 
@@ -23,13 +24,11 @@ ROUNDS = 4
 MIB = 1 << 20
 
 WAYS = (
-    *((threads, 4 * MIB, 2) for threads in (4, 6, 8, 10, 12, 16)),
-    *((threads, 2 * MIB, depth) for threads in (8, 12, 16) for depth in (2, 4)),
-    *((threads, MIB, depth) for threads in (8, 12) for depth in (2, 4)),
-    (8, 4 * MIB, 3),
-    (8, 8 * MIB, 2),
+    *((16 * MIB, part, depth) for part in (MIB // 2, MIB, 2 * MIB) for depth in (2, 3, 4)),
+    *((8 * MIB, part, depth) for part in (MIB // 2, MIB) for depth in (4, 6)),
+    *((32 * MIB, part, 3) for part in (MIB, 2 * MIB)),
 )
-"""Threads, bytes of a chunk, and buffers of a thread."""
+"""Bytes of a chunk, bytes of a part, and buffers."""
 
 Way = tuple[int, int, int]
 
@@ -44,12 +43,12 @@ def measure(plan: Plan) -> list[Figure]:
         median("pinned host buffer to device", (size / each / 1e9 for each in pinned), "GB/s"),
         *(
             median(
-                f"{threads} threads, {depth} x {chunk >> 20} MiB each: reading and copying",
+                f"{depth} x {chunk >> 20} MiB, in parts of {part >> 10} KiB: reading and copying",
                 (size / each / 1e9 for each in taken),
                 "GB/s",
                 f"ready after {1e3 * min(ready):.3g} ms at best",
             )
-            for (threads, chunk, depth), (taken, ready) in times.items()
+            for (chunk, part, depth), (taken, ready) in times.items()
         ),
     ]
 
@@ -64,7 +63,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, path: Path
             for number in range(1 + ROUNDS):
                 pinned.append(seconds(bound))
                 for way, (taken, ready) in times.items():
-                    copy.THREADS, copy.CHUNK, copy.RING_DEPTH = way
+                    copy.CHUNK, background_reads.AIO_PART, copy.RING_DEPTH = way
                     first = draft.replicas[0].context
                     stored = zip(checkpoint.entries, layout.tensors, strict=True)
                     with copy.FileCopy("cubroker-load", lambda context=first: context) as copying:

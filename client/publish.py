@@ -374,6 +374,8 @@ def _enable_peers(driver: Driver, undo: ExitStack, targets: Sequence[Target], so
 class _ArrayFile:
     """An array that threads read like a file. A copy without gaps is made for the first, and dropped after the last."""
 
+    descriptor = None
+
     def __init__(self, array: HostArray | DeviceArray, nbytes: int) -> None:
         self._array = array
         self._left = nbytes

@@ -10,11 +10,10 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from io import FileIO
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import NamedTuple, Self
 
 from cubroker.client.loading.safetensors import (
     INDEX,
@@ -34,8 +33,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 RENAME = "write checkpoints beside the old one and rename them into place"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor as a file stores it."""
 
     name: str

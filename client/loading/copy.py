@@ -1,9 +1,10 @@
 """Copying a checkpoint into mapped memory: the way of its chunks to the devices.
 
-Worker threads take one chunk of the plan after the other (:mod:`.read_plan`). On host devices they read straight into
-the memory; on GPUs each has a ring of pinned buffers, so that one is read into while the other is copied from. Where a
-device can read the memory of the one before it, it gets everything from there, in pieces: each once all of its chunks
-have come (:class:`PeerCopies`).
+A thread for each device that gets a part takes one chunk of the plan after the other (:mod:`.read_plan`). On host
+devices chunks are read straight into the memory; on GPUs the thread has a ring of pinned buffers, so that some are read
+into while another is copied from. The reads themselves go on in threads of the C library (:mod:`.background_reads`).
+Where a device can read the memory of the one before it, it gets everything from there, in pieces: each once all of its
+chunks have come (:class:`PeerCopies`).
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
 unpinned while the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a
@@ -16,18 +17,18 @@ import ctypes
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle
-from threading import Lock
 from typing import Protocol, Self
 
+from cubroker.client.loading.background_reads import Read, Reads, reads_of
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
-from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, count_threads
+from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads
 from cubroker.client.pool import Replica
 from cubroker.client.transport.requests import PART, Future
 from cubroker.driver import Context, DriverError, Event, Stream
@@ -35,16 +36,17 @@ from cubroker.protocol.layout import TensorSpec
 
 log = logging.getLogger(__name__)
 
-CHUNK = 4 << 20
-"""Bytes of a chunk's image. Beside an H200 with 32 cores 8 MiB were a tenth slower, 2 MiB took twice as long, and 1 MiB
-four times: with smaller ones Python's share of the work is the limit, with larger ones the rings outgrow the caches."""
+CHUNK = 16 << 20
+"""Bytes of a chunk's image. Beside two H200 with 32 cores a load that was sharded over both came at 85 GB/s with 16 MiB
+and rings of 4, at 75 with 8 MiB and rings of 6, and at 50 to 65 with 4 MiB, where Python's share of the work is the
+limit. With 32 MiB the rings outgrow the caches: 55 GB/s."""
 
-RING_DEPTH = 2
-"""Buffers of a ring: one is read into while the other is copied from."""
+RING_DEPTH = 4
+"""Buffers of a ring: three are read into while one is copied from."""
 
-THREADS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
-"""Threads that read, for any number of devices: they all need the interpreter. Beside an H200 with 32 cores 12 read at
-43 GB/s and 8 at 37; with 16 cores 8 read faster than 12. For two devices 14 and 16 were no faster, 24 much slower."""
+PYTHON_READERS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
+"""Python threads that read what the C library does not, for any number of devices: they all need the interpreter.
+Beside an H200 with 32 cores 12 read at 43 GB/s and 8 at 37; with 16 cores 8 read faster than 12."""
 
 P2P_PIECE = 64 << 20
 """Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Passing each
@@ -106,9 +108,10 @@ class FileCopy(SupervisedThread[float]):
         self._besides = besides
         self._sizes: Sequence[int] = ()
         self._files: Sequence[Readable] = ()
-        self._homes: Sequence[Hashable] = ()
+        self._homes: Sequence[int] = ()
         self._cut: Callable[[], list[Chunk]] = list
         self._total = 0
+        #: bytes that are done, by home
         self._counts = [0]
         self._todo = ChunkQueues()
         self._staging: Staging | None = None
@@ -153,10 +156,11 @@ class FileCopy(SupervisedThread[float]):
         """
         stored = tuple(tensors)
         self._files, self._sizes = files, sizes
-        self._homes = homes
+        numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+        self._homes = [numbers[home] for home in homes]
         self._cut = lambda: read_plan(stored, CHUNK, in_turn=in_turn)
         self._total = sum(entry.nbytes for entry, _ in stored)
-        self._counts = [0] * count_threads(-(-self._total // CHUNK), THREADS)
+        self._counts = [0] * max(len(numbers), 1)
         self._planned.set(None)
 
     def into(self, targets: Sequence[Target]) -> float:
@@ -198,11 +202,14 @@ class FileCopy(SupervisedThread[float]):
         seconds = self._copy_chunks() if self._total and not self.dropped else 0.0
         self._await(self._given)
         targets, self._targets = self._targets, ()  # to hold them would keep the draft from being sealed
-        if not self.dropped and sum(self._counts) == self._total:  # else it was stopped
-            if self._besides:
-                self._besides(_sources(targets))
-            if not self._relayed:
-                seconds += copy_between_devices(targets, self._sizes)
+        if self.dropped:
+            return seconds
+        if (done := sum(self._counts)) != self._total:
+            raise RuntimeError(f"{self._name} has copied {done} of {self._total} bytes, and nothing says why")
+        if self._besides:
+            self._besides(_sources(targets))
+        if not self._relayed:
+            seconds += copy_between_devices(targets, self._sizes)
         return seconds
 
     def _await(self, said: Future[None]) -> None:
@@ -210,17 +217,18 @@ class FileCopy(SupervisedThread[float]):
             pass  # an interrupt may keep the caller from saying anything else than that it has gone
 
     def _copy_chunks(self) -> float:
-        """Share the chunks among threads; return the seconds from when both the targets and the buffers are there."""
+        """Bring the chunks over; return the seconds from when both the targets and the buffers are there."""
+        rings = len(self._counts)
         # The relay ends after the threads, which use it.
-        with ExitStack() as undo, WorkerThreads(len(self._counts), self._name, self._todo) as pool:
-            pinning = pool.submit(self._make_staging, self._context())  # most of it without the interpreter
-            chunks = self._cut()
+        with ExitStack() as undo, WorkerThreads(rings + PYTHON_READERS, self._name, self._todo) as pool:
+            pinning = pool.submit(self._make_staging, self._context(), reads_of(self._files, pool.submit))
+            chunks = self._cut()  # while memory is pinned, most of it without the interpreter
             staging, staged = pinning.result(), time.perf_counter()
             self._todo.fill(chunks, self._homes)
             if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
                 self._todo.clear()
             try:
-                copying = pool.map(partial(self._copy_some, staging), range(len(self._counts)))
+                copying = pool.map(partial(self._copy_some, staging), range(rings))
                 self._await(self._given)
                 relay = self._start_relay(undo, chunks)
             except BaseException:
@@ -242,33 +250,37 @@ class FileCopy(SupervisedThread[float]):
         self._relay.set(relay)
         return relay
 
-    def _make_staging(self, context: Context) -> Staging:
-        self._staging = make_staging(context, len(self._counts))  # here, so that :meth:`clean` finds it in any case
+    def _make_staging(self, context: Context, make_reads: Callable[[], Reads]) -> Staging:
+        depth = min(RING_DEPTH, -(-self._total // CHUNK))
+        # Set here, so that :meth:`clean` finds it in any case.
+        self._staging = make_staging(context, len(self._counts), depth, make_reads)
         return self._staging
 
-    def _copy_some(self, staging: Staging, number: int) -> None:
-        """Copy what is left to do, together with other threads. What the buffers take is read before."""
+    def _copy_some(self, staging: Staging, home: int) -> None:
+        """Copy what goes to one home. What the buffers take is read before there are targets."""
         try:
-            writer, ahead = staging.writer(), 0
-            while ahead < writer.depth and self._read_next(writer, number):
-                ahead += 1
+            writer = staging.writer()
+            while writer.staged and self._read_next(writer, home):
+                pass
             relay = self._relay.result()
             if not self.dropped:
                 with writer.towards(_sources(self._targets)):
-                    for _ in range(ahead):
-                        self._counts[number] += writer.send()  # to report them here would take the interpreter
-                    while self._read_next(writer, number):
-                        self._counts[number] += writer.send()
+                    while self._read_next(writer, home):
+                        pass
+                    while writer.reading:
+                        self._counts[home] += writer.send()  # to report it here would take the interpreter
+                        self._read_next(writer, home)
                         if relay:
                             relay.pass_on(writer.arrived)
                 if relay:
                     relay.pass_on(writer.arrived)
-        finally:
+        except BaseException:
             self._todo.clear()
+            raise
 
-    def _read_next(self, writer: HostWriter | PinnedRing, number: int) -> bool:
-        """Have a thread's writer read one of the chunks that are left to do; False if there are none."""
-        chunk = self._todo.take(number)
+    def _read_next(self, writer: HostWriter | PinnedRing, home: int) -> bool:
+        """Have a writer read one of the chunks that are left to do; False if it reads enough, or there are none."""
+        chunk = None if writer.busy else self._todo.take(home)
         if chunk is None:
             return False
         writer.read(self._files[chunk.file], chunk)
@@ -307,32 +319,42 @@ class Staging(Protocol):
         """Give back what it holds; no writer is used any more."""
 
 
-def make_staging(context: Context, threads: int) -> Staging:
-    """Return what so many threads read into: host devices themselves, or pinned memory on the way to GPUs."""
-    return DirectStaging() if context.host else PinnedStaging(context, threads)
+def make_staging(context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> Staging:
+    """Return what so many threads read into: host devices themselves, or rings of pinned memory on the way to GPUs."""
+    return DirectStaging(depth, make_reads) if context.host else PinnedStaging(context, rings, depth, make_reads)
 
 
 class DirectStaging:
-    """Nothing: files are read into host devices."""
+    """No memory: files are read into host devices."""
+
+    def __init__(self, depth: int, make_reads: Callable[[], Reads]) -> None:
+        self._depth = depth
+        self._make_reads = make_reads
+        self._writers: list[HostWriter] = []
 
     def writer(self) -> HostWriter:
         """See :class:`Staging`."""
-        return HostWriter()
+        self._writers.append(HostWriter(self._depth, self._make_reads()))
+        return self._writers[-1]
 
     def close(self) -> None:
         """See :class:`Staging`."""
+        while self._writers:
+            self._writers.pop().close()
 
 
 class PinnedStaging:
     """One region of pinned memory, which is faster to pin than many, cut into a ring of buffers for each thread."""
 
-    def __init__(self, context: Context, threads: int) -> None:
+    def __init__(self, context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> None:
         """Pin the memory, which is what takes time here."""
         self._context = context
-        self._pinned = context.pin_huge(threads * RING_DEPTH * CHUNK)
+        self._pinned = context.pin_huge(rings * depth * CHUNK)
         starts = range(0, self._pinned.nbytes, CHUNK)
         buffers = [(self._pinned.pointer + start, self._pinned.view[start : start + CHUNK]) for start in starts]
-        self._rings = [PinnedRing(buffers[first : first + RING_DEPTH]) for first in range(0, len(buffers), RING_DEPTH)]
+        self._rings = [
+            PinnedRing(buffers[first : first + depth], make_reads()) for first in range(0, len(buffers), depth)
+        ]
         self._idle = [*self._rings]
 
     def writer(self) -> PinnedRing:
@@ -351,38 +373,68 @@ class PinnedStaging:
 
 
 class HostWriter:
-    """Writes to host memory: the file is read straight into the first target, and copied from there to the others."""
+    """Writes to host memory: chunks are read straight into the first target, and copied from there to the others."""
 
-    depth = 0
-    """Chunks that can be read before there are targets."""
+    staged = False
+    """Whether chunks can be read before there are targets."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int, reads: Reads) -> None:
+        self._depth = depth
+        self._reads = reads
         self._targets: Sequence[Target] = ()
-        self._read: Chunk
+        self._begun: deque[tuple[Chunk, Read]] = deque()
         #: Chunks that are on the targets, and that nothing was done about yet.
         self.arrived: list[Chunk] = []
 
+    @property
+    def reading(self) -> bool:
+        """Whether a chunk is being read, or was read and not sent."""
+        return bool(self._begun)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one has to be sent before the next one is read."""
+        return len(self._begun) == self._depth
+
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
-        """Keep the targets mapped, and let the calling thread write to them, for a ``with`` block."""
+        """Keep the targets mapped, and let the calling thread write to them; nothing does when the block is left."""
         self._targets = targets
-        with hold_all(targets):
+        with hold_all(targets), ExitStack() as undo:
+            undo.callback(self.finish)
             yield
         self._targets = ()
 
     def read(self, file: Readable, chunk: Chunk) -> None:
-        """Read a chunk into its place on all targets that have it; the gaps are zero since the memory was made."""
-        pointers = (target.pointers[chunk.allocation] for target in self._targets)
-        first, *others = (pointer + chunk.start for pointer in pointers if pointer is not None)
-        chunk.read(file, at_address(first, chunk.span))
-        for other in others:
-            ctypes.memmove(other, first, chunk.span)
-        self._read = chunk
+        """Start to read a chunk into its place on the first target that has it.
+
+        The gaps are zero since the memory was made.
+        """
+        self._begun.append((chunk, self._reads.start(file, chunk, self._places(chunk)[0])))
 
     def send(self) -> int:
-        """Return the bytes of the chunk, which is there."""
-        self.arrived.append(self._read)
-        return self._read.nbytes
+        """Return the bytes of the chunk that was read first of those not sent, once all targets have it."""
+        chunk, read = self._begun[0]
+        read.wait()
+        self._begun.popleft()
+        first, *others = self._places(chunk)
+        for other in others:
+            ctypes.memmove(other, first, chunk.span)
+        self.arrived.append(chunk)
+        return chunk.nbytes
+
+    def finish(self) -> None:
+        """Return when nothing is read any more."""
+        for _, read in self._begun:
+            read.finish()
+
+    def close(self) -> None:
+        """Give back what the reads share."""
+        self._reads.close()
+
+    def _places(self, chunk: Chunk) -> list[int]:
+        pointers = (target.pointers[chunk.allocation] for target in self._targets)
+        return [pointer + chunk.start for pointer in pointers if pointer is not None]
 
 
 @dataclass(slots=True)
@@ -392,8 +444,8 @@ class _Slot:
     number: int
     pointer: int
     view: memoryview
-    #: what it was filled with last
-    chunk: Chunk | None = None
+    #: what it is filled with, or being filled, and how; nothing if that was sent
+    filling: tuple[Chunk, Read] | None = None
     #: what was sent from it, unless that is known to be there
     sent: Chunk | None = None
     #: the ends of copies that read the buffer
@@ -424,24 +476,39 @@ class _Lane:
 class PinnedRing:
     """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
 
-    def __init__(self, buffers: Sequence[tuple[int, memoryview]]) -> None:
-        self.depth = len(buffers)
+    staged = True
+    """As of a :class:`HostWriter`."""
+
+    def __init__(self, buffers: Sequence[tuple[int, memoryview]], reads: Reads) -> None:
+        self._reads = reads
         self._slots = [_Slot(number, pointer, view) for number, (pointer, view) in enumerate(buffers)]
         self._next_read, self._next_sent = cycle(self._slots), cycle(self._slots)
+        #: how many slots are filled, or being filled
+        self._filled = 0
         self._targets: Sequence[Target] = ()
         self._lanes: dict[Context, _Lane] = {}
-        #: The context that is current while there are targets, and what leaves it.
-        self._home: Context | None = None
+        #: What leaves the context that stays current, and whether one was entered.
         self._inside = ExitStack()
+        self._entered = False
         #: As of a :class:`HostWriter`.
         self.arrived: list[Chunk] = []
+
+    @property
+    def reading(self) -> bool:
+        """As of a :class:`HostWriter`."""
+        return bool(self._filled)
+
+    @property
+    def busy(self) -> bool:
+        """As of a :class:`HostWriter`. One of several buffers is left to be copied from."""
+        return self._filled >= max(len(self._slots) - 1, 1)
 
     def lane(self, context: Context) -> _Lane:
         """Return the way to a device; it is made once."""
         if context not in self._lanes:
             with context.current(), ExitStack() as undo:
                 stream = undo.enter_context(context.stream())
-                # They spin, and not for long: the other buffer is read into meanwhile.
+                # They spin, and not for long: the other buffers are read into meanwhile.
                 copied = [undo.enter_context(context.event(spin=True)) for _ in self._slots]
                 self._lanes[context] = _Lane(context, stream, copied, undo.pop_all())
         return self._lanes[context]
@@ -450,15 +517,15 @@ class PinnedRing:
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
         """Keep the targets mapped, and let the calling thread write to them; every copy is done when the block is left.
 
-        The context of the device that chunks go to is current all the time: that saves about half of the driver calls.
+        Once a chunk was sent, the context of its first device stays current: that saves about half of the driver calls.
         """
         with ExitStack() as undo:
             undo.enter_context(hold_all(targets))
-            undo.callback(self._enter, None)
+            self._inside = undo.enter_context(ExitStack())
             undo.callback(self._wait)
             self._targets = targets
             yield
-        self._targets = ()
+        self._targets, self._entered = (), False
         self.arrived += [slot.sent for slot in self._slots if slot.sent]
 
     def _wait(self) -> None:
@@ -466,16 +533,8 @@ class PinnedRing:
             for lane in self._lanes.values():
                 undo.callback(lane.stream.synchronize)
 
-    def _enter(self, context: Context | None) -> None:
-        """Make another context current, or none."""
-        self._home = None
-        self._inside.close()
-        if context:
-            self._inside.enter_context(context.current())
-            self._home = context
-
     def read(self, file: Readable, chunk: Chunk) -> None:
-        """Read a chunk into the next buffer, once that is free."""
+        """Start to read a chunk into the next buffer, once that is free."""
         slot = next(self._next_read)
         slot.wait()
         if slot.sent:
@@ -483,31 +542,34 @@ class PinnedRing:
             slot.sent = None
         if chunk.has_gaps:
             chunk.clear_gaps(slot.view)
-        chunk.read(file, slot.view)
-        slot.chunk = chunk
+        slot.filling = chunk, self._reads.start(file, chunk, slot.pointer)
+        self._filled += 1
 
     def send(self) -> int:
-        """Start the copies of the chunk that was read first of those not sent; return its bytes."""
+        """Start the copies of the chunk that was read first of those not sent, once it is read; return its bytes."""
         slot = next(self._next_sent)
-        chunk = slot.chunk
-        assert chunk
-        receivers = [
-            (target.context, pointer)
-            for target in self._targets
-            if (pointer := target.pointers[chunk.allocation]) is not None
-        ]
-        if receivers[0][0] is not self._home:
-            self._enter(receivers[0][0])
-        for context, pointer in receivers:
-            lane = self.lane(context)
-            copied = lane.copied[slot.number]
-            lane.stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span, copied)
-            slot.readers.append(copied)
-        slot.sent = chunk
+        assert slot.filling
+        chunk, read = slot.filling
+        read.wait()
+        for target in self._targets:
+            if (pointer := target.pointers[chunk.allocation]) is not None:
+                if not self._entered:
+                    self._inside.enter_context(target.context.current())
+                    self._entered = True
+                lane = self.lane(target.context)
+                copied = lane.copied[slot.number]
+                lane.stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span, copied)
+                slot.readers.append(copied)
+        slot.filling, slot.sent = None, chunk
+        self._filled -= 1
         return chunk.nbytes
 
     def close(self) -> None:
-        """Give back what the devices have for it, and let the buffers go."""
+        """Give back what the devices have for it, and let the buffers go once nothing is read into them."""
+        for slot in self._slots:
+            if slot.filling:
+                slot.filling[1].finish()
+        self._reads.close()
         self._slots.clear()
         self._next_read = self._next_sent = cycle(())
         with ExitStack() as undo:
@@ -529,11 +591,6 @@ def hold_all(targets: Sequence[Target]) -> Iterator[None]:
         yield
 
 
-def at_address(pointer: int, nbytes: int) -> memoryview:
-    """Return host memory as writable bytes; the caller keeps the memory mapped for as long as they are used."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(pointer)).cast("B")
-
-
 # -- from device to device -----------------------------------------------------------------------------
 
 
@@ -548,7 +605,7 @@ def copy_between_devices(targets: Sequence[Target], sizes: Sequence[int]) -> flo
 
 
 class PeerCopies:
-    """Copies to each target with an ``upstream``, piece by piece; all methods may be called by any thread.
+    """Copies to each target with an ``upstream``, piece by piece.
 
     ::
 
@@ -570,7 +627,6 @@ class PeerCopies:
         self._left = dict.fromkeys(
             (number, piece) for number, size in enumerate(sizes) for piece in range(-(-size // P2P_PIECE))
         )
-        self._lock = Lock()
         self._undo = ExitStack()
         self._copiers: list[_PeerCopier | None] = []
 
@@ -592,16 +648,14 @@ class PeerCopies:
         """Take chunks that have come to the targets without an upstream, and begin the pieces that are whole."""
         while arrived:
             for piece in _pieces(arrived.pop()):
-                with self._lock:
-                    self._missing[piece] -= 1
-                    if not self._missing[piece]:
-                        self._begin(piece)
+                self._missing[piece] -= 1
+                if not self._missing[piece]:
+                    self._begin(piece)
 
     def finish(self) -> None:
         """Return when every piece is everywhere; those that were not begun have all that they will have."""
-        with self._lock:
-            for piece in [*self._left]:
-                self._begin(piece)
+        for piece in [*self._left]:
+            self._begin(piece)
         for copier in self._copiers:
             if copier:
                 copier.stream.synchronize()

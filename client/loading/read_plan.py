@@ -1,13 +1,13 @@
 """The read plan: which bytes are read together, and in which order.
 
-The plan cuts files into chunks: runs of bytes that one read and one copy per device bring over. Threads take them from
-queues, one for each device that gets a part.
+The plan cuts files into chunks: runs of bytes that come over together, by reads in their parts and one copy per device.
+They wait in queues, one for each device that gets a part.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import NamedTuple, Protocol
@@ -23,6 +23,10 @@ _ZEROS = bytes(4096)
 
 class Readable(Protocol):
     """What tensors are read from: a file, or an array that is read like one."""
+
+    @property
+    def descriptor(self) -> int | None:
+        """The file descriptor, if it is a file; all of a copy's are files, or none is."""
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         """Fill ``buffers``, in order, with the bytes from ``offset`` on."""
@@ -76,9 +80,20 @@ class Chunk:
         self.nbytes += count
         self.span = place + count
 
-    def read(self, file: Readable, image: memoryview) -> None:
-        """Read the bytes into their places in ``image``; the gaps stay as they are."""
-        file.read_into([image[place : place + count] for place, count in self.pieces], self.offset)
+    def parts(self, limit: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Yield parts of at most ``limit`` bytes: where each begins in the file, and its pieces of the image."""
+        begin, room = self.offset, limit
+        part: list[tuple[int, int]] = []
+        for place, count in self.pieces:
+            while count:
+                taken = min(count, room)
+                part.append((place, taken))
+                place, count, room = place + taken, count - taken, room - taken
+                if not room:
+                    yield begin, part
+                    begin, room, part = begin + limit, limit, []
+        if part:
+            yield begin, part
 
     def clear_gaps(self, image: memoryview) -> None:
         """Set the gaps between the pieces to zero."""
@@ -116,45 +131,28 @@ def read_plan(
 
 
 class ChunkQueues:
-    """Chunks that are left to do: a queue for each device that gets a part.
-
-    Threads begin with different queues. A thread takes from one queue until that is empty, and then from the longest:
-    for chunks of several devices by turns it would make another context current for each, which takes more driver calls
-    than the rest, and in each of them a thread waits for the interpreter.
-    """
+    """Chunks that are left to do: a queue for each device that gets a part."""
 
     def __init__(self) -> None:
-        self._queues: tuple[deque[Chunk], ...] = ()
-        #: The queue that each thread takes from, by its number.
-        self._chosen: dict[int, deque[Chunk]] = {}
+        self._queues: dict[int, deque[Chunk]] = {}
 
-    def fill(self, chunks: Iterable[Chunk], homes: Sequence[Hashable]) -> None:
-        """Put chunks into the queues of their devices (``homes``, by allocation); without homes there is one queue."""
-        queues: defaultdict[Hashable, deque[Chunk]] = defaultdict(deque)
+    def fill(self, chunks: Iterable[Chunk], homes: Sequence[int]) -> None:
+        """Put chunks into the queues of their devices (``homes``, by allocation); without homes there is queue 0."""
+        queues: defaultdict[int, deque[Chunk]] = defaultdict(deque)
         for chunk in chunks:
-            queues[homes[chunk.allocation] if homes else None].append(chunk)
-        self._chosen = {}
-        self._queues = tuple(queues.values())
+            queues[homes[chunk.allocation] if homes else 0].append(chunk)
+        self._queues = queues
 
-    def take(self, number: int) -> Chunk | None:
-        """Return the next chunk for the thread with this number; None if there are no more."""
-        if not self._queues:
+    def take(self, home: int) -> Chunk | None:
+        """Return the next chunk for a device; None if there are no more."""
+        try:
+            return self._queues[home].popleft()
+        except (KeyError, IndexError):
             return None
-        queue = self._chosen.get(number)
-        if queue is None:
-            queue = self._chosen[number] = self._queues[number % len(self._queues)]
-        while True:
-            try:
-                return queue.popleft()
-            except IndexError:
-                queue = self._chosen[number] = max(self._queues, key=len)
-                if not queue:
-                    return None
 
     def clear(self) -> None:
         """Leave nothing to do."""
-        for queue in self._queues:
-            queue.clear()
+        self._queues = {}
 
 
 class _Run(NamedTuple):

@@ -52,6 +52,9 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 wire.prepare(TensorInfo)
 wire.prepare(_ShardIndex)
+_SECTIONS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_METADATA = msgspec.json.Decoder(dict[str, str])
+_ENTRY = msgspec.json.Decoder(TensorInfo)
 
 
 def header_length(first: bytes, size: int) -> int:
@@ -87,6 +90,29 @@ def _entries(header: bytes) -> dict[str, TensorInfo]:
     """Return the header's entry of each tensor; only the form of ``__metadata__`` is checked."""
     if not header.startswith(b"{"):
         raise FormatError("its header does not begin with '{'; it is no safetensors file")
+    return _usual_entries(header) or _strict_entries(header)
+
+
+def _usual_entries(header: bytes) -> dict[str, TensorInfo] | None:
+    """Return the entries of a header as they are written as a rule, in half the time; None if it may be any other.
+
+    A decoder that takes the last of several equal keys goes unnoticed, unless the keys are counted. Where no string has
+    an escape, a quotation mark before a colon ends a key.
+    """
+    if b"\\" in header:
+        return None
+    try:
+        sections = _SECTIONS.decode(header)
+        metadata = sections.pop("__metadata__", None)
+        keys = 0 if metadata is None else 1 + len(_METADATA.decode(metadata))
+        entries = {name: _ENTRY.decode(section) for name, section in sections.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    keys += (1 + len(TensorInfo.__struct_fields__)) * len(entries)
+    return entries if header.count(b'":') == keys else None
+
+
+def _strict_entries(header: bytes) -> dict[str, TensorInfo]:
     sections = _parse_json(header, dict[str, Any])
     try:
         msgspec.convert(sections.pop("__metadata__", None), dict[str, str] | None)

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId, failure
+from cubroker.client.loading.background_reads import at_address
 from cubroker.client.loading.checkpoint import Checkpoint, Paths, StoredTensor
-from cubroker.client.loading.copy import CHUNK, at_address
 from cubroker.client.loading.threads import Progress, WorkerThreads, drain, run_workers
 from cubroker.client.pool import Pool
 from cubroker.driver import Context, DriverError
 from cubroker.driver.buffers import differ
 from cubroker.protocol import TensorSpec
+
+CHUNK = 4 << 20
+"""The most bytes that a thread compares at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from threading import Condition, Lock, Thread
 from typing import NamedTuple, TypeAlias
 
 from cubroker.client import Draft, digests
-from cubroker.client.loading.copy import at_address
+from cubroker.client.loading.background_reads import at_address
 from cubroker.integrations.cluster.engine import MemoryRegion
 from cubroker.integrations.cluster.messages import ExportedVersion
 from cubroker.integrations.cluster.sources import Striping, VersionPiece, cut

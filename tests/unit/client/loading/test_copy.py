@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread, get_ident
-from typing import Any
 
 import pytest
 
 from cubroker import driver
-from cubroker.client.loading import copy, threads
+from cubroker.client.loading import background_reads, copy, threads
+from cubroker.client.loading.background_reads import Reads
 from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile
 from cubroker.client.loading.copy import (
     DirectStaging,
@@ -32,6 +33,7 @@ from cubroker.client.loading.read_plan import Chunk
 from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
+from cubroker.driver.buffers import address
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, Unavailable
 from tests import checkpoints
@@ -81,6 +83,14 @@ def memory() -> Iterator[Callable[..., Memory]]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy, "CHUNK", 10_000)
+    monkeypatch.setattr(background_reads, "AIO_PART", 1000)
+    monkeypatch.setattr(background_reads, "THREAD_PART", 3000)
+
+
+@pytest.fixture
+def python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read as with a C library whose requests look different."""
+    monkeypatch.setattr(background_reads.posix_aio, "usable", False)
 
 
 def copy_checkpoint(
@@ -92,23 +102,30 @@ def copy_checkpoint(
         return copying.into(targets)
 
 
-def direct(context: Context, threads: int) -> DirectStaging:
-    return DirectStaging()
+def direct(context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> DirectStaging:
+    return DirectStaging(depth, make_reads)
 
 
-def dirty(context: Context, threads: int) -> PinnedStaging:
+def dirty(context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> PinnedStaging:
     """Pin memory that holds what somebody else might have left there."""
-    staging = PinnedStaging(context, threads)
+    staging = PinnedStaging(context, rings, depth, make_reads)
     staging._pinned.view[:] = b"\xff" * staging._pinned.nbytes
     return staging
 
 
 @pytest.mark.parametrize("slab", [None, 65536])
 @pytest.mark.parametrize("staging", [direct, dirty])
+@pytest.mark.parametrize("reader", ["C", "Python"])
 @pytest.mark.usefixtures("small_chunks")
 def test_every_byte_reaches_every_device_and_gaps_are_zero(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, staging: object, slab: int | None
+    tmp_path: Path,
+    memory: Callable[..., Memory],
+    monkeypatch: pytest.MonkeyPatch,
+    reader: str,
+    staging: object,
+    slab: int | None,
 ) -> None:
+    monkeypatch.setattr(background_reads.posix_aio, "usable", reader == "C")
     monkeypatch.setattr(copy, "make_staging", staging)
     names = list(TENSORS)
     shards = [{name: TENSORS[name] for name in part} for part in (names[:20], names[20:200], names[200:])]
@@ -118,25 +135,16 @@ def test_every_byte_reaches_every_device_and_gaps_are_zero(
         assert lent.images() == [lent.expected(TENSORS)] * 2
 
 
-@pytest.mark.parametrize("made", ["dirty", "direct"])
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("staging", [direct, dirty])
+@pytest.mark.usefixtures("small_chunks", "python_reads")
 def test_bytes_go_on_from_device_to_device_piece_by_piece(
-    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, made: str
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, staging: object
 ) -> None:
-    """Also where one chunk comes last, when all other threads are at their end."""
-    if made == "dirty":
-        monkeypatch.setattr(copy, "make_staging", dirty)
+    monkeypatch.setattr(copy, "make_staging", staging)
     monkeypatch.setattr(copy, "P2P_PIECE", 30_000)
-    monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 3)
     copies: list[int] = []
     done: list[str] = []
-    chunks: list[Chunk] = []
-    numbers = itertools.count()
-    copy_in_stream, read_into, read_plan = Stream.copy, CheckpointFile.read_into, copy.read_plan
-
-    def planning(*arguments: Any, **options: Any) -> list[Chunk]:
-        chunks.extend(read_plan(*arguments, **options))
-        return chunks[:]
+    copy_in_stream, read_into = Stream.copy, CheckpointFile.read_into
 
     def noting(stream: Stream, pointer: int, source: int, nbytes: int) -> None:
         copies.append(nbytes)
@@ -144,13 +152,8 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
         copy_in_stream(stream, pointer, source, nbytes)
 
     def reading(file: CheckpointFile, buffers: list[memoryview], offset: int) -> None:
-        if next(numbers) == len(chunks) - 2:
-            eventually(lambda: done.count("read") == len(chunks) - 1, "all other chunks to be read")
-            threading.Event().wait(0.1)  # for what the other threads do at their end
         read_into(file, buffers, offset)
         done.append("read")
-
-    monkeypatch.setattr(copy, "read_plan", planning)
 
     monkeypatch.setattr(Stream, "copy", noting)
     monkeypatch.setattr(CheckpointFile, "read_into", reading)
@@ -166,12 +169,11 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
     assert "read" in done[done.index("passed on") :], "the first piece goes on while others come"
 
 
-@pytest.mark.usefixtures("small_chunks")
-def test_nothing_is_passed_on_once_a_thread_has_failed_and_the_others_are_over(
+@pytest.mark.usefixtures("small_chunks", "python_reads")
+def test_nothing_is_passed_on_once_a_read_has_failed_and_the_others_are_over(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy, "P2P_PIECE", 10_000)
-    monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 2)
     over: list[str] = []
     numbers, failed = itertools.count(), threading.Event()
     leave, begin, read_into = PeerCopies.__exit__, PeerCopies.pass_on, CheckpointFile.read_into
@@ -186,13 +188,14 @@ def test_nothing_is_passed_on_once_a_thread_has_failed_and_the_others_are_over(
 
     def reading(file: CheckpointFile, buffers: list[memoryview], offset: int) -> None:
         number = next(numbers)
-        if number == 8:
+        if number == 30:
             failed.set()
             raise Invalid("it became shorter")
-        if number > 8:  # the other thread's, which is still at it when the first one has failed
+        if number > 30:  # another thread's, which is still at it when that one has failed
             assert failed.wait(PATIENCE)
             threading.Event().wait(0.2)
         read_into(file, buffers, offset)
+        over.append("read")
 
     monkeypatch.setattr(PeerCopies, "__exit__", leaving)
     monkeypatch.setattr(PeerCopies, "pass_on", passing_on)
@@ -203,31 +206,45 @@ def test_nothing_is_passed_on_once_a_thread_has_failed_and_the_others_are_over(
         second = dataclasses.replace(second, upstream=first.pointers)
         with pytest.raises(Invalid, match="it became shorter"):
             copy_checkpoint(checkpoint, lent.layout, [first, second])
+    assert "passed on" in over
     assert over[-1] == "relay"
     assert over.count("relay") == 1
 
 
-@pytest.mark.usefixtures("small_chunks")
-def test_the_seconds_are_those_of_all_threads_and_not_of_the_last(
-    memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def shards(lent: Memory) -> list[Target]:
+    """Return targets of which each has the allocation of its own number alone."""
+    return [
+        dataclasses.replace(
+            target,
+            pointers=tuple(pointer if number == home else None for number, pointer in enumerate(target.pointers)),
+        )
+        for home, target in enumerate(lent.targets)
+    ]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_sharded_copy_is_over_with_its_last_device_and_takes_as_long(
+    memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, late: int
 ) -> None:
-    """One thread comes to its first chunk when another has read for a while."""
+    """The thread of one device comes to its first chunk when that of the other has had its own part for a while."""
     held, begun = 0.1, threading.Event()
-    writers = iter([None, begun])
+    writers = itertools.count()
     make_writer = DirectStaging.writer
 
     def writer(staging: DirectStaging) -> HostWriter:
-        if waits := next(writers):
-            assert waits.wait(PATIENCE)
+        if next(writers) == late:
+            assert begun.wait(PATIENCE)
         return make_writer(staging)
 
     monkeypatch.setattr(DirectStaging, "writer", writer)
-    monkeypatch.setattr(copy, "count_threads", lambda tasks, limit: 2)
-    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
-        lent = memory(checkpoint, devices=1)
+    tensors = checkpoints.filled([(f"layer.{number}", "U8", (5000,)) for number in range(2)])
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
+        lent = memory(checkpoint, slab=5000, devices=2)
         read_into = checkpoint.files[0].read_into
 
         class Slow:
+            descriptor = None
+
             def read_into(self, buffers: list[memoryview], offset: int) -> None:
                 if not begun.is_set():
                     threading.Event().wait(held)
@@ -235,10 +252,12 @@ def test_the_seconds_are_those_of_all_threads_and_not_of_the_last(
                 read_into(buffers, offset)
 
         stored = zip(checkpoint.entries, lent.layout.tensors, strict=True)
-        with FileCopy("cubroker-load", lambda: lent.targets[0].context) as copying:
-            copying.plan([Slow()], stored, lent.layout.allocations)
-            assert copying.into(lent.targets) >= held
-        assert lent.images() == [lent.expected(TENSORS)]
+        targets = shards(lent)
+        with FileCopy("cubroker-load", lambda: targets[0].context) as copying:
+            copying.plan([Slow()], stored, lent.layout.allocations, homes_of(targets))
+            assert copying.into(targets) >= held
+        expected = lent.expected(tensors)
+        assert [lent.images()[number][number] for number in range(2)] == expected
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -335,25 +354,17 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (9, 1), (1, 9), (8, 1, 1, 1)], ids=str)
-def test_contexts_change_with_the_queue_of_a_sharded_copy_and_not_with_each_chunk(
+def test_a_sharded_copy_enters_the_context_of_each_device_once_and_not_with_each_chunk(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(copy, "make_staging", dirty)
     monkeypatch.setattr(copy, "CHUNK", 1024)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
     size = 400 * 1024 // sum(parts)
     tensors = checkpoints.filled([(f"layer.{number}", "U8", (part * size,)) for number, part in enumerate(parts)])
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
-        whole = memory(checkpoint, slab=1024, devices=len(parts))
-        numbers = range(len(parts))
-        own = [
-            dataclasses.replace(
-                target,
-                pointers=tuple(pointer if number == home else None for number, pointer in enumerate(target.pointers)),
-            )
-            for home, target in enumerate(whole.targets)
-        ]
-        calls = own[0].context.calls
+        lent = memory(checkpoint, slab=1024, devices=len(parts))
+        targets = shards(lent)
+        calls = targets[0].context.calls
         pushed, push = itertools.count(), calls.cuCtxPushCurrent
 
         def noting(context: object) -> None:
@@ -361,13 +372,74 @@ def test_contexts_change_with_the_queue_of_a_sharded_copy_and_not_with_each_chun
             push(context)
 
         monkeypatch.setattr(calls, "cuCtxPushCurrent", noting)
-        copy_checkpoint(checkpoint, whole.layout, own)
+        copy_checkpoint(checkpoint, lent.layout, targets)
         assert next(pushed) < 80, "for 400 chunks"
-        expected = whole.expected(tensors)
-        for number, target in zip(numbers, own, strict=True):
-            pointer = target.pointers[number]
-            assert pointer is not None
-            assert target.context.read(pointer, len(expected[number])) == expected[number]
+        expected, images = lent.expected(tensors), lent.images()
+        assert [images[number][number] for number in range(len(parts))] == expected
+
+
+@pytest.mark.parametrize("staging", [direct, dirty])
+@pytest.mark.usefixtures("small_chunks")
+def test_files_are_read_where_descriptors_have_run_out_and_none_is_left_open(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, staging: object
+) -> None:
+    monkeypatch.setattr(copy, "make_staging", staging)
+    names = list(TENSORS)
+    parts = [{name: TENSORS[name] for name in names[start::5]} for start in range(5)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Checkpoint.open(checkpoints.write_sharded(tmp_path, parts)) as checkpoint:
+        lent = memory(checkpoint)
+        before = sorted(Path("/proc/self/fd").iterdir())
+        for spare in (0, 1, 40):
+            for target in lent.targets:
+                for pointer, nbytes in zip(target.pointers, lent.layout.allocations, strict=True):
+                    target.context.clear(pointer, nbytes)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + spare, limits[1]))
+            try:
+                copy_checkpoint(checkpoint, lent.layout, lent.targets)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert lent.images() == [lent.expected(TENSORS)] * 2
+            assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_what_the_c_library_does_not_take_is_read_by_python(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it has no memory for requests: some are taken, and the others read nothing."""
+    monkeypatch.setattr(background_reads, "AIO_PART", 1000)
+    posix_aio, submit, taken = background_reads.posix_aio, background_reads.posix_aio.submit, list[int]()
+
+    def some(mode: int, requests: object, count: int, event: None) -> int:
+        taken.append(count // 2)
+        submit(mode, requests, count // 2, event)
+        return -1
+
+    monkeypatch.setattr(posix_aio, "submit", some)
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        copy_checkpoint(checkpoint, lent.layout, lent.targets)
+        assert lent.images() == [lent.expected(TENSORS)] * 2
+    assert sum(taken) > 100
+
+
+def test_a_forked_child_reads_with_threads_of_its_own(
+    tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the C library have not come along, and it would wait for them."""
+    with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
+        lent = memory(checkpoint)
+        copy_checkpoint(checkpoint, lent.layout, lent.targets)
+
+        def again() -> str:
+            own = bytearray(lent.layout.nbytes)
+            with address(own, writable=True) as (pointer, _):
+                starts = itertools.accumulate(lent.layout.allocations, initial=pointer)
+                target = dataclasses.replace(lent.targets[0], pointers=tuple(starts)[:-1])
+                copy_checkpoint(checkpoint, lent.layout, [target])
+            return str(bytes(own) == b"".join(lent.expected(TENSORS)))
+
+        assert in_child(again) == "True"
 
 
 @pytest.mark.usefixtures("small_chunks")

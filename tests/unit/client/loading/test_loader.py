@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker, Draft
+from cubroker.client.loading import background_reads
 from cubroker.client.loading import copy as copying
 from cubroker.client.loading.checkpoint import CheckpointFile
 from cubroker.client.loading.copy import FileCopy, PinnedStaging, Target, make_staging
 from cubroker.client.loading.loader import load
+from cubroker.client.loading.read_plan import Chunk
 from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
@@ -80,13 +82,13 @@ def test_a_plan_spreads_the_tensors_and_each_is_read_once_into_its_own_device(
     client: Broker, path: Path, name: str, monkeypatch: pytest.MonkeyPatch, staging: object
 ) -> None:
     read: list[int] = []
-    read_into = CheckpointFile.read_into
+    start = background_reads.AioReads.start
 
-    def noting(file: CheckpointFile, buffers: list[memoryview], offset: int) -> None:
-        read.append(sum(map(len, buffers)))
-        read_into(file, buffers, offset)
+    def noting(reads: background_reads.AioReads, file: CheckpointFile, chunk: Chunk, pointer: int) -> Any:
+        read.append(chunk.nbytes)
+        return start(reads, file, chunk, pointer)
 
-    monkeypatch.setattr(CheckpointFile, "read_into", noting)
+    monkeypatch.setattr(background_reads.AioReads, "start", noting)
     monkeypatch.setattr(Stream, "copy", None)  # nothing goes from device to device
     monkeypatch.setattr(copying, "make_staging", staging)
     names = list(TENSORS)

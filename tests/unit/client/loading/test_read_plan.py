@@ -65,10 +65,10 @@ def test_a_gap_of_any_size_is_cleared() -> None:
     assert bytes(image) == bytes(255 if place in kept else 0 for place in range(len(image)))
 
 
-def test_threads_keep_to_a_device_of_a_sharded_layout_until_it_has_all(tmp_path: Path) -> None:
+def test_each_device_of_a_sharded_layout_has_a_queue_of_its_own(tmp_path: Path) -> None:
     tensors = checkpoints.filled([(f"layer.{n}", "U8", (1000,)) for n in range(8)])
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", tensors)) as checkpoint:
-        places = {name: "first" if number < 4 else "second" for number, name in enumerate(tensors)}
+        places = {name: "first" if number < 3 else "second" for number, name in enumerate(tensors)}
         layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), groups=places)
         stored = list(zip(checkpoint.entries, layout.tensors, strict=True))
         homes = [("first", "second").index(home) for home in layout.spread(places)]
@@ -76,8 +76,20 @@ def test_threads_keep_to_a_device_of_a_sharded_layout_until_it_has_all(tmp_path:
     assert sum(chunk.nbytes for chunk in plan) == 8000
     queues = ChunkQueues()
     queues.fill(plan, homes)
-    taken = [queues.take(number) for number in (0, 1, 2, 3, 0, 2, 4, 1, 0)]
-    assert [chunk and homes[chunk.allocation] for chunk in taken] == [0, 1, 0, 1, 0, 0, 1, 1, None]
+    taken = [queues.take(home) for home in (0, 1, 1, 0, 0, 0, 1, 1, 1, 1)]
+    assert [chunk and homes[chunk.allocation] for chunk in taken] == [0, 1, 1, 0, 0, None, 1, 1, 1, None]
+    queues.fill(plan, ())
+    assert [queues.take(0) for _ in plan] == plan
     queues.fill(plan, homes)
     queues.clear()
     assert queues.take(0) is None
+
+
+def test_parts_have_all_bytes_of_a_chunk_in_order() -> None:
+    chunk = Chunk(0, 100, 0, 0, [(0, 5), (10, 20), (256, 3), (300, 1)], 29)
+    for limit in (1, 4, 7, 29, 1000):
+        parts = [*chunk.parts(limit)]
+        assert [offset for offset, _ in parts] == [*range(100, 129, limit)]
+        assert all(sum(count for _, count in pieces) == limit for _, pieces in parts[:-1])
+        places = [place + byte for _, pieces in parts for place, count in pieces for byte in range(count)]
+        assert places == [*range(5), *range(10, 30), 256, 257, 258, 300]

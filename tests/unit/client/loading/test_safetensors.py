@@ -19,6 +19,7 @@ from cubroker.protocol.errors import Denied, Invalid, NotFound
 from tests import checkpoints
 from tests.unit.server.processes import files
 
+ENTRY = b'{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 SMALL = checkpoints.filled([("a", "U8", (4,)), ("b", "F32", (2, 3))])
 
 
@@ -86,6 +87,10 @@ def test_entries_come_in_the_order_of_their_bytes_whatever_the_headers_order(tmp
         (checkpoints.encode(b'{"\xff":1}'), "its JSON cannot be used"),
         (checkpoints.encode(b'{"a":' + b"[" * 100_000), "its JSON cannot be used"),
         (checkpoints.encode(b'{"a":{"dtype":"U8","dtype":"I8"}}'), "'dtype' appears twice"),
+        (checkpoints.encode(b'{"a":%s,"a":%s}' % (ENTRY, ENTRY), bytes(4)), "'a' appears twice"),
+        (checkpoints.encode(b'{"a" : %s,"a":%s}' % (ENTRY, ENTRY), bytes(4)), "'a' appears twice"),
+        (checkpoints.encode(b'{"a":%s,"\\u0061":%s}' % (ENTRY, ENTRY), bytes(4)), "'a' appears twice"),
+        (checkpoints.encode(b'{"__metadata__":{"x":"y","x":"y"},"a":%s}' % ENTRY, bytes(4)), "'x' appears twice"),
         (checkpoints.encode({"a": 1}), "entry of the wrong form"),
         (checkpoints.encode({"__metadata__": {"a": 1}}), "entry of the wrong form"),
         (checkpoints.encode({"__metadata__": []}), "entry of the wrong form"),
