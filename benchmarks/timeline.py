@@ -5,6 +5,7 @@
     python -m benchmarks.timeline --devices host:1
     python -m benchmarks.timeline --devices cuda --output FOLDER      # and FOLDER/timeline.svg
     python -m benchmarks.timeline --devices cuda --loads 3            # the last of three in one process
+    python -m benchmarks.timeline --loads 3 --over sharded            # the same, spread over all devices
 
 ``cubroker load`` runs under :mod:`benchmarks.spans`, and so does the broker. With ``--loads`` it is ``load()``, called
 again and again in a process whose context is up. The wrapped functions take some microseconds more for each call.
@@ -61,11 +62,14 @@ def main() -> None:
     parser.add_argument("--size", type=byte_count, help="of the file, such as 8GB (default: 8GB on GPUs, 256MB else)")
     parser.add_argument("--share", default="auto", help="how the memory is shared: auto, ipc or vmm")
     parser.add_argument("--loads", type=int, default=0, help="draw the last of so many loads in one process")
+    parser.add_argument(
+        "--over", default="one", choices=("one", "all", "sharded"), help="devices that several loads go to"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write timeline.svg there")
     options = parser.parse_args()
     size = options.size or DEFAULT_SIZES[options.devices.startswith("cuda")]
     with model_weights.in_memory(model_weights.tensors(size)) as path:
-        spans = take(options.devices, path, options.share, options.loads)
+        spans = take(options.devices, path, options.share, options.loads, options.over)
     print(drawing(spans))
     print(totals(spans))
     if options.output:
@@ -73,7 +77,7 @@ def main() -> None:
         (options.output / "timeline.svg").write_text(svg(spans))
 
 
-def take(devices: str, path: Path, share: str = "auto", loads: int = 0) -> list[Span]:
+def take(devices: str, path: Path, share: str = "auto", loads: int = 0, over: str = "one") -> list[Span]:
     """Return the spans of one load of a file, by a command of its own or as the last of several in one process."""
     with tempfile.TemporaryDirectory(prefix="cubroker-timeline-") as folder:
         files = {who: Path(folder, who) for who in ("broker", "client")}
@@ -82,7 +86,15 @@ def take(devices: str, path: Path, share: str = "auto", loads: int = 0) -> list[
         with harness.serving(devices, before=("benchmarks.spans", str(files["broker"]))) as server:
             directory = str(server.directory)
             if loads:
-                inner = ("benchmarks.timeline_loads", directory, str(path), share, str(loads), str(files["client"]))
+                inner = (
+                    "benchmarks.timeline_loads",
+                    directory,
+                    str(path),
+                    share,
+                    str(loads),
+                    over,
+                    str(files["client"]),
+                )
             else:
                 inner = ("cubroker", "--directory", directory, "load", POOL, str(path), "--share", share)
                 with Broker(directory) as broker:  # so that the broker's own context is up

@@ -38,10 +38,10 @@ def test_spans_within_spans_have_rows_of_their_own() -> None:
     assert columns == ["a" * 100, "b" * 25 + "." * 50 + "d" * 25, "." * 12 + "c" * 38 + "." * 50]
 
 
-@pytest.mark.parametrize("loads", [0, 2])
-def test_a_load_is_drawn_from_exec_to_exit(tmp_path: Path, loads: int) -> None:
-    command = [sys.executable, "-m", "benchmarks.timeline", "--devices", "host:1@64MiB", "--size", "1MB"]
-    command += ["--loads", str(loads), "--output", str(tmp_path)]
+@pytest.mark.parametrize(("loads", "over"), [(0, "one"), (2, "sharded")])
+def test_a_load_is_drawn_from_exec_to_exit(tmp_path: Path, loads: int, over: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.timeline", "--devices", "host:2@64MiB", "--size", "1MB"]
+    command += ["--loads", str(loads), "--over", over, "--output", str(tmp_path)]
     unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True, env=unmeasured
