@@ -67,7 +67,9 @@ def _fitting(plan: Plan) -> int:
     device = driver.load(plan.devices).devices[0].total
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     disk = shutil.disk_usage(tempfile.gettempdir()).free
-    limit = min(device * 9 // 20, disk * 2 // 3, memory // 2 if plan.gpu else memory // 4)  # a pinned copy takes as much
+    limit = min(
+        device * 9 // 20, disk * 2 // 3, memory // 2 if plan.gpu else memory // 4
+    )  # a pinned copy takes as much
     return min(plan.nbytes, limit)
 
 

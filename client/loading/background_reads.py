@@ -11,6 +11,8 @@ There, and with other C libraries, whose requests look different, Python's threa
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -21,6 +23,8 @@ from errno import EINPROGRESS
 from typing import Any, Protocol
 
 from cubroker.client.loading.read_plan import Chunk, Readable
+
+log = logging.getLogger(__name__)
 
 AIO_PART = 1 << 20
 """The most bytes that a thread of the C library reads at a time. Beside an H200 with 32 cores chunks of 16 such parts
@@ -66,6 +70,22 @@ def reads_of(files: Sequence[Readable], submit: Submit) -> Callable[[], Reads]:
     if posix_aio.usable and all(file.descriptor is not None for file in files):
         return AioReads
     return lambda: ThreadReads(submit)
+
+
+def make_room() -> None:
+    """Have room in the kernel's table for the descriptors of a thread's reads of one file.
+
+    To go past 64 descriptors, and past each doubling, takes 25 to 50 ms where a process has several threads: the kernel
+    waits until none of them uses the table as it was.
+    """
+    if posix_aio.usable:
+        first = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        try:
+            os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, first + USUAL_PARTS))
+        except OSError as error:  # there may be no more: fewer parts are read at once
+            log.info("no room for the descriptors of a load: %s", error)
+        finally:
+            os.close(first)
 
 
 class ThreadReads:
@@ -190,8 +210,7 @@ class AioReads:
     """Reads by the C library's threads.
 
     Chunks of one file that are read at the same time share descriptors: a part waits for the same part of the chunk
-    before it. A process that comes to have more than 64 descriptors waits for the kernel once, for 25 to 50 ms, and
-    again when their number has doubled.
+    before it.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import chain, cycle
 from typing import Protocol, Self
 
-from cubroker.client.loading.background_reads import Read, Reads, reads_of
+from cubroker.client.loading.background_reads import Read, Reads, make_room, reads_of
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
 from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads
@@ -196,10 +196,12 @@ class FileCopy(SupervisedThread[float]):
 
     def work(self) -> float:
         """See :class:`SupervisedThread`."""
-        if not self._planned.done():
-            self._context()
-        self._await(self._planned)
-        seconds = self._copy_chunks() if self._total and not self.dropped else 0.0
+        with WorkerThreads(1, self._name, self._todo) as aside:
+            aside.submit(make_room)
+            if not self._planned.done():
+                self._context()
+            self._await(self._planned)
+            seconds = self._copy_chunks() if self._total and not self.dropped else 0.0
         self._await(self._given)
         targets, self._targets = self._targets, ()  # to hold them would keep the draft from being sealed
         if self.dropped:
