@@ -562,6 +562,8 @@ class PinnedRing:
                 copied = lane.copied[slot.number]
                 lane.stream.copy_in(pointer + chunk.start, slot.pointer, chunk.span, copied)
                 slot.readers.append(copied)
+        if not slot.readers:
+            raise RuntimeError(f"no target has allocation {chunk.allocation}, which a chunk was read for")
         slot.filling, slot.sent = None, chunk
         self._filled -= 1
         return chunk.nbytes

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Self
 
 from tests.brokers import PATIENCE, eventually
@@ -41,6 +41,7 @@ class RestartingBroker:
         self._log = place / "log"
         self._closing = Event()
         self._failure: BaseException | None = None
+        self._lock = Lock()  # of the process that is current, which the thread closes once it has ended
         self._worker = self._start()
         self._thread = Thread(target=self._keep, name="supervised")
         self._thread.start()
@@ -67,7 +68,8 @@ class RestartingBroker:
 
     def kill(self) -> None:
         """Kill it now."""
-        self._worker.kill()
+        with self._lock:
+            self._worker.kill()
 
     def served(self, before: int) -> None:
         """Wait until more than so many brokers have served."""
@@ -88,7 +90,8 @@ class RestartingBroker:
     def close(self) -> None:
         """End it for good."""
         self._closing.set()
-        self._worker.close()
+        with self._lock:
+            self._worker.close()
         self._thread.join(PATIENCE)
         self.fdstore.close()
 
@@ -110,7 +113,8 @@ class RestartingBroker:
                     return
                 self.fdstore.settle()
                 before, self._worker = self._worker, self._start()
-                before.close()
+                with self._lock:
+                    before.close()
         except BaseException as error:  # for whoever waits for it
             self._failure = error
             raise
