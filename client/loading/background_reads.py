@@ -3,9 +3,11 @@
 POSIX AIO (``aio(7)``) reads the parts of a chunk at once, in up to 20 threads that never need Python's interpreter. The
 thread that asks for 16 MiB makes two calls in place of eight reads, and the rest of its time belongs to the devices.
 
-glibc reads parts with one descriptor one after the other, so a chunk's parts have several descriptors of their file.
-Its threads do not survive a fork, and it does not notice: a forked child whose parent has read so would wait for ever.
-There, and with other C libraries, whose requests look different, Python's threads read files as well.
+glibc reads parts with one descriptor one after the other, so each part of a chunk has a descriptor of its own: a
+duplicate, which also stays what it is when the file is closed. A chunk of many small pieces would be as many requests:
+Python's threads read it, with one call for each part. They also read files where the C library cannot: with another one
+than glibc, whose requests look different; and in a forked child whose parent has read so, since glibc does not notice
+that its threads have not come along, and the child would wait for ever.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import ctypes
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import EINPROGRESS
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from cubroker.client.loading.read_plan import Chunk, Readable
@@ -32,6 +36,15 @@ came at 54 GB/s, as fast as a pinned copy, those of 8 at 45 to 50, and 16 parts 
 
 USUAL_PARTS = 16
 """Parts of a chunk that has no gaps."""
+
+MANY = 4
+"""Pieces of a part that take the C library longer than one call of Python's takes for all of them."""
+
+SMALL = 256 << 10
+"""Bytes of a chunk that are read sooner than handed over to another thread."""
+
+SPARE = 64
+"""Descriptors that are left to the rest of the process, such as those of the memory that is being loaded."""
 
 THREAD_PART = 4 << 20
 """The most bytes that a Python thread reads at a time: with 1 MiB all wait for the interpreter, at a quarter of the
@@ -61,48 +74,111 @@ class Reads(Protocol):
         """Give back what they share; all are finished."""
 
 
-Submit = Callable[..., "Future[Any]"]
-"""Has a Python thread call a function, with some arguments."""
-
-
-def reads_of(files: Sequence[Readable], submit: Submit) -> Callable[[], Reads]:
+def reads_of(files: Sequence[Readable], readers: Readers) -> Callable[[], Reads]:
     """Return what makes the reads of a thread, which reads some of these files."""
-    if posix_aio.usable and all(file.descriptor is not None for file in files):
-        return AioReads
-    return lambda: ThreadReads(submit)
+    if reads_in_c(files):
+        return lambda: AioReads(ThreadReads(readers))
+    return lambda: ThreadReads(readers)
+
+
+def reads_in_c(files: Sequence[Readable]) -> bool:
+    """Whether the C library reads these files, but for chunks of many pieces."""
+    return posix_aio.usable and all(file.descriptor is not None for file in files)
+
+
+def has_many_pieces(chunk: Chunk) -> bool:
+    """Whether Python's threads read a chunk of a file faster than the C library, which takes each piece by itself."""
+    return len(chunk.pieces) > MANY * USUAL_PARTS
 
 
 def make_room() -> None:
-    """Have room in the kernel's table for the descriptors of a thread's reads of one file.
+    """Have room in the kernel's table for the descriptors of one thread's reads of one file.
 
     To go past 64 descriptors, and past each doubling, takes 25 to 50 ms where a process has several threads: the kernel
     waits until none of them uses the table as it was.
     """
     if posix_aio.usable:
-        first = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        with suppress(OSError):  # there may be no more, and then parts are read by Python
+            first = os.open("/", os.O_PATH | os.O_CLOEXEC)
+            try:
+                os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, first + USUAL_PARTS))
+            finally:
+                os.close(first)
+
+
+# -- by Python's threads ---------------------------------------------------------------------------------
+
+
+class Readers:
+    """Python threads that read parts, for all reads of a copy.
+
+    ::
+
+        readers = Readers()
+        with readers.at_work(pool.submit, 8):
+            part = readers.read(file, buffers, offset)      # a future
+    """
+
+    def __init__(self) -> None:
+        self._parts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        #: Whether there are any.
+        self.working = False
+
+    @contextmanager
+    def at_work(self, submit: Callable[..., Any], count: int) -> Iterator[None]:
+        """Have ``count`` threads read in a ``with`` block; ``submit`` has a thread call a function.
+
+        All begin with it: when the program's main thread has ended, Python starts no more.
+        """
         try:
-            os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, first + USUAL_PARTS))
-        except OSError as error:  # there may be no more: fewer parts are read at once
-            log.info("no room for the descriptors of a load: %s", error)
+            for _ in range(count):
+                submit(self._work)
+            self.working = count > 0
+            yield
         finally:
-            os.close(first)
+            self.working = False
+            for _ in range(count):
+                self._parts.put(None)
+
+    def read(self, file: Readable, buffers: list[memoryview], offset: int) -> Future[None]:
+        """Return the end of a read, which goes on."""
+        done: Future[None] = Future()
+
+        def read() -> None:
+            try:
+                file.read_into(buffers, offset)
+            except BaseException as error:  # noqa: BLE001  the thread that waits raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._parts.put(read)
+        return done
+
+    def _work(self) -> None:
+        while (read := self._parts.get()) is not None:
+            read()
 
 
 class ThreadReads:
     """Reads by Python's threads."""
 
-    def __init__(self, submit: Submit) -> None:
-        self._submit = submit
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
 
     def start(self, file: Readable, chunk: Chunk, pointer: int) -> ThreadRead:
-        """See :class:`Reads`. What is less than a part is read by the caller: to have a thread begin takes longer."""
+        """See :class:`Reads`. A small part is read by the caller: to hand it over takes longer."""
         read = ThreadRead()
-        for offset, pieces in chunk.parts(THREAD_PART):
-            buffers = [at_address(pointer + place, count) for place, count in pieces]
-            if chunk.nbytes < THREAD_PART:
-                file.read_into(buffers, offset)
-            else:
-                read.parts.append(self._submit(file.read_into, buffers, offset))
+        try:
+            for offset, pieces in chunk.parts(THREAD_PART):
+                buffers = [at_address(pointer + place, count) for place, count in pieces]
+                if self._readers.working and chunk.nbytes >= SMALL:
+                    read.parts.append(self._readers.read(file, buffers, offset))
+                else:
+                    file.read_into(buffers, offset)
+        except BaseException:
+            read.finish()
+            raise
         return read
 
     def close(self) -> None:
@@ -113,7 +189,7 @@ class ThreadRead:
     """A read by Python's threads."""
 
     def __init__(self) -> None:
-        self.parts: list[Future[Any]] = []
+        self.parts: list[Future[None]] = []
 
     def wait(self) -> None:
         """See :class:`Read`."""
@@ -124,6 +200,9 @@ class ThreadRead:
     def finish(self) -> None:
         """See :class:`Read`."""
         futures.wait(self.parts)
+
+
+# -- by the C library's ----------------------------------------------------------------------------------
 
 
 class _Request(ctypes.Structure):
@@ -155,19 +234,29 @@ class PosixAio:
     def __init__(self) -> None:
         #: Whether this process has read so, or the one that it was forked from.
         self.used = False
-        self.usable = "CS_GNU_LIBC_VERSION" in os.confstr_names and _POINTER == 8
+        self.usable = _is_glibc() and _POINTER == 8
         if self.usable:
-            library = ctypes.CDLL("librt.so.1")  # whose calls are glibc's own since 2.34
-            self.submit = library.lio_listio
+            try:
+                # Its calls are glibc's own since 2.34. The short one keeps the interpreter, which takes less time.
+                library, short = ctypes.CDLL("librt.so.1"), ctypes.PyDLL("librt.so.1")
+                self.submit, self.suspend, self.error = library.lio_listio, library.aio_suspend, short.aio_error
+            except (OSError, AttributeError):
+                self.usable = False
+                return
             self.submit.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-            self.suspend = library.aio_suspend
             self.suspend.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-            self.error = ctypes.PyDLL("librt.so.1").aio_error  # which takes less time than to give the interpreter away
             self.error.argtypes = (ctypes.c_void_p,)
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         self.usable = self.usable and not self.used
+
+
+def _is_glibc() -> bool:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (ValueError, OSError):
+        return False
 
 
 posix_aio = PosixAio()
@@ -190,47 +279,61 @@ class _Descriptors:
     readers: int = 0
     numbers: list[int] = field(default_factory=list)
 
-    def point(self, file: Readable) -> None:
-        """Have them be a file's."""
-        self.file = file
+    def reopen(self, file: Readable) -> None:
+        """Have them be a file's; raises ``OSError``."""
+        self.file = None
         for number in self.numbers:
             os.dup2(_descriptor(file), number, inheritable=False)
+        self.file = file
 
-    def some(self, count: int) -> list[int]:
-        """Return ``count``: fewer if the process may have no more, and one at least."""
+    def extend(self, count: int) -> bool:
+        """Have at least ``count``; False if that would leave the process too few others."""
         assert self.file
-        source = _descriptor(self.file)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         with suppress(OSError):
             while len(self.numbers) < count:
-                self.numbers.append(os.dup(source))
-        return self.numbers or [source]
+                number = os.dup(_descriptor(self.file))  # the lowest that is free, so that as many are taken
+                if number + SPARE >= limit != resource.RLIM_INFINITY:
+                    os.close(number)
+                    break
+                self.numbers.append(number)
+        return len(self.numbers) >= count
+
+    def close(self) -> None:
+        """Close them."""
+        while self.numbers:
+            try:
+                os.close(self.numbers.pop())
+            except OSError as error:  # of a network's file system; the number is free nevertheless
+                log.warning("closing a checkpoint that was read: %s", error)
 
 
 class AioReads:
-    """Reads by the C library's threads.
+    """Reads by the C library's threads, but for what they cannot read as well, which ``others`` do.
 
     Chunks of one file that are read at the same time share descriptors: a part waits for the same part of the chunk
     before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: ThreadReads) -> None:
+        self._others = others
         self._descriptors: list[_Descriptors] = []
         self._idle: list[_Requests] = []
 
-    def start(self, file: Readable, chunk: Chunk, pointer: int) -> AioRead:
+    def start(self, file: Readable, chunk: Chunk, pointer: int) -> Read:
         """See :class:`Reads`."""
-        parts = [*chunk.parts(AIO_PART)]
+        parts = [] if has_many_pieces(chunk) else [*chunk.parts(AIO_PART)]
+        descriptors = self._descriptors_of(file, len(parts)) if parts else None
+        if descriptors is None:
+            return self._others.start(file, chunk, pointer)
         count = sum(len(pieces) for _, pieces in parts)
-        descriptors = self._descriptors_of(file)
-        numbers = descriptors.some(len(parts))
         requests = self._requests(count)
         items = iter(requests.items)
-        for lane, (offset, pieces) in enumerate(parts):
-            descriptor = numbers[lane % len(numbers)]
+        for descriptor, (offset, pieces) in zip(descriptors.numbers, parts, strict=False):
             for (place, nbytes), request in zip(pieces, items, strict=False):
                 request.fildes, request.buf = descriptor, pointer + place
                 request.nbytes, request.offset = nbytes, offset
-                # What the library does not take, for want of memory or threads, has read nothing.
+                # What the library does not take, for want of memory or threads, has read nothing, as `wait` sees.
                 request.error_code = request.return_value = 0
                 offset += nbytes
         descriptors.readers += 1
@@ -241,20 +344,21 @@ class AioReads:
     def close(self) -> None:
         """See :class:`Reads`."""
         while self._descriptors:
-            numbers = self._descriptors.pop().numbers
-            while numbers:
-                os.close(numbers.pop())
+            self._descriptors.pop().close()
 
-    def _descriptors_of(self, file: Readable) -> _Descriptors:
-        for descriptors in self._descriptors:
-            if descriptors.file is file:
-                return descriptors
-        unused = (descriptors for descriptors in self._descriptors if not descriptors.readers)
-        if (found := next(unused, None)) is None:
-            found = _Descriptors()
-            self._descriptors.append(found)
-        found.point(file)
-        return found
+    def _descriptors_of(self, file: Readable, count: int) -> _Descriptors | None:
+        """Return at least ``count`` descriptors of a file; None if there cannot be so many."""
+        found = next((each for each in self._descriptors if each.file is file), None)
+        if found is None:
+            found = next((each for each in self._descriptors if not each.readers), None)
+            if found is None:
+                found = _Descriptors()
+                self._descriptors.append(found)
+            try:
+                found.reopen(file)
+            except OSError:
+                return None
+        return found if found.extend(count) else None
 
     def _requests(self, count: int) -> _Requests:
         if self._idle and len(self._idle[-1].items) >= count:

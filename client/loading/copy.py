@@ -19,13 +19,21 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, cycle
 from typing import Protocol, Self
 
-from cubroker.client.loading.background_reads import Read, Reads, make_room, reads_of
+from cubroker.client.loading.background_reads import (
+    Read,
+    Readers,
+    Reads,
+    has_many_pieces,
+    make_room,
+    reads_in_c,
+    reads_of,
+)
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
 from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads
@@ -196,9 +204,9 @@ class FileCopy(SupervisedThread[float]):
 
     def work(self) -> float:
         """See :class:`SupervisedThread`."""
-        with WorkerThreads(1, self._name, self._todo) as aside:
-            aside.submit(make_room)
+        with WorkerThreads(1, self._name, self._todo) as room:
             if not self._planned.done():
+                room.submit(make_room)
                 self._context()
             self._await(self._planned)
             seconds = self._copy_chunks() if self._total and not self.dropped else 0.0
@@ -221,16 +229,26 @@ class FileCopy(SupervisedThread[float]):
     def _copy_chunks(self) -> float:
         """Bring the chunks over; return the seconds from when both the targets and the buffers are there."""
         rings = len(self._counts)
-        # The relay ends after the threads, which use it.
-        with ExitStack() as undo, WorkerThreads(rings + PYTHON_READERS, self._name, self._todo) as pool:
-            pinning = pool.submit(self._make_staging, self._context(), reads_of(self._files, pool.submit))
+        # The relay ends after the threads, which use it; and the readers when the rings have, which wait for them.
+        with (
+            ExitStack() as undo,
+            WorkerThreads(rings + PYTHON_READERS, self._name, self._todo) as pool,
+            ExitStack() as work,
+        ):
+            readers = Readers()
+            pinning = pool.submit(self._make_staging, self._context(), reads_of(self._files, readers))
             chunks = self._cut()  # while memory is pinned, most of it without the interpreter
+            if not reads_in_c(self._files) or any(map(has_many_pieces, chunks)):
+                work.enter_context(readers.at_work(pool.submit, PYTHON_READERS))
             staging, staged = pinning.result(), time.perf_counter()
             self._todo.fill(chunks, self._homes)
             if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
                 self._todo.clear()
             try:
-                copying = pool.map(partial(self._copy_some, staging), range(rings))
+                copying = []
+                for home in range(rings):
+                    copying.append(pool.submit(self._copy_some, staging, home))
+                    work.callback(wait, copying[-1:])
                 self._await(self._given)
                 relay = self._start_relay(undo, chunks)
             except BaseException:
@@ -238,7 +256,8 @@ class FileCopy(SupervisedThread[float]):
                 raise
             finally:
                 self._relay.set(None)  # if there was an error, the threads end
-            list(copying)
+            for ring in copying:
+                ring.result()
             if relay and not self.dropped:
                 relay.finish()
                 self._relayed = True
@@ -260,8 +279,10 @@ class FileCopy(SupervisedThread[float]):
 
     def _copy_some(self, staging: Staging, home: int) -> None:
         """Copy what goes to one home. What the buffers take is read before there are targets."""
-        try:
+        with ExitStack() as undo:
+            undo.push(self._fail)
             writer = staging.writer()
+            undo.callback(writer.finish)
             while writer.staged and self._read_next(writer, home):
                 pass
             relay = self._relay.result()
@@ -276,9 +297,11 @@ class FileCopy(SupervisedThread[float]):
                             relay.pass_on(writer.arrived)
                 if relay:
                     relay.pass_on(writer.arrived)
-        except BaseException:
+
+    def _fail(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave nothing to do to the other threads, if one has failed."""
+        if kind:
             self._todo.clear()
-            raise
 
     def _read_next(self, writer: HostWriter | PinnedRing, home: int) -> bool:
         """Have a writer read one of the chunks that are left to do; False if it reads enough, or there are none."""
@@ -568,15 +591,18 @@ class PinnedRing:
         self._filled -= 1
         return chunk.nbytes
 
-    def close(self) -> None:
-        """Give back what the devices have for it, and let the buffers go once nothing is read into them."""
+    def finish(self) -> None:
+        """Return when nothing is read any more."""
         for slot in self._slots:
             if slot.filling:
                 slot.filling[1].finish()
-        self._reads.close()
+
+    def close(self) -> None:
+        """Give back what the devices have for it, and let the buffers go; it is finished."""
         self._slots.clear()
         self._next_read = self._next_sent = cycle(())
         with ExitStack() as undo:
+            undo.callback(self._reads.close)
             while self._lanes:
                 undo.callback(self._lanes.popitem()[1].close)
 
@@ -643,10 +669,8 @@ class PeerCopies:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()  # closing a stream waits for it
-        self._targets, self._copiers = (
-            (),
-            [],
-        )  # to refer to them would keep the draft's memory, as a traceback does this
+        self._targets = ()  # to refer to them would keep the draft's memory, as a traceback does this
+        self._copiers = []
 
     def pass_on(self, arrived: list[Chunk]) -> None:
         """Take chunks that have come to the targets without an upstream, and begin the pieces that are whole."""

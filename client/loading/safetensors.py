@@ -96,10 +96,10 @@ def _entries(header: bytes) -> dict[str, TensorInfo]:
 def _usual_entries(header: bytes) -> dict[str, TensorInfo] | None:
     """Return the entries of a header as they are written as a rule, in half the time; None if it may be any other.
 
-    A decoder that takes the last of several equal keys goes unnoticed, unless the keys are counted. Where no string has
-    an escape, a quotation mark before a colon ends a key.
+    The decoder takes the last of several equal keys, which the format forbids; so the keys are counted. Where no string
+    has an escape and no colon follows a space, a quotation mark before a colon ends a key, and each key ends so.
     """
-    if b"\\" in header:
+    if b"\\" in header or any(space in header for space in (b" :", b"\t:", b"\n:", b"\r:")):
         return None
     try:
         sections = _SECTIONS.decode(header)
