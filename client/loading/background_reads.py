@@ -54,20 +54,20 @@ _LIO_READ, _LIO_NOWAIT, _SIGEV_NONE = 0, 1, 1
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
-class Read(Protocol):
+class ChunkRead(Protocol):
     """A read that goes on."""
 
     def wait(self) -> None:
         """Return when the chunk is there; raise the error of the file if it cannot be read."""
 
     def finish(self) -> None:
-        """Return when nothing is written to the image any more, whatever became of it."""
+        """Return when nothing is written to the image any more, also if it failed."""
 
 
 class Reads(Protocol):
     """One thread's reads, each of which it waits for."""
 
-    def start(self, file: Readable, chunk: Chunk, pointer: int) -> Read:
+    def start(self, file: Readable, chunk: Chunk, pointer: int) -> ChunkRead:
         """Begin to read a chunk into its image in host memory at ``pointer``."""
 
     def close(self) -> None:
@@ -192,13 +192,13 @@ class ThreadRead:
         self.parts: list[Future[None]] = []
 
     def wait(self) -> None:
-        """See :class:`Read`."""
+        """See :class:`ChunkRead`."""
         self.finish()
         for part in self.parts:
             part.result()
 
     def finish(self) -> None:
-        """See :class:`Read`."""
+        """See :class:`ChunkRead`."""
         futures.wait(self.parts)
 
 
@@ -320,7 +320,7 @@ class AioReads:
         self._descriptors: list[_Descriptors] = []
         self._idle: list[_Requests] = []
 
-    def start(self, file: Readable, chunk: Chunk, pointer: int) -> Read:
+    def start(self, file: Readable, chunk: Chunk, pointer: int) -> ChunkRead:
         """See :class:`Reads`."""
         parts = [] if has_many_pieces(chunk) else [*chunk.parts(AIO_PART)]
         descriptors = self._descriptors_of(file, len(parts)) if parts else None
@@ -379,7 +379,7 @@ class AioRead:
         self._descriptors: _Descriptors | None = descriptors
 
     def wait(self) -> None:
-        """See :class:`Read`. What the library could not read, Python does, or says why it cannot."""
+        """See :class:`ChunkRead`. What the library could not read, Python does, or says why it cannot."""
         self._await()
         short = [request for request in self._requests.items[: self._count] if request.return_value != request.nbytes]
         for request in short:
@@ -388,7 +388,7 @@ class AioRead:
         self.finish()
 
     def finish(self) -> None:
-        """See :class:`Read`."""
+        """See :class:`ChunkRead`."""
         if self._descriptors:
             self._await()
             self._descriptors.readers -= 1

@@ -26,7 +26,7 @@ from itertools import chain, cycle
 from typing import Protocol, Self
 
 from cubroker.client.loading.background_reads import (
-    Read,
+    ChunkRead,
     Readers,
     Reads,
     has_many_pieces,
@@ -407,7 +407,7 @@ class HostWriter:
         self._depth = depth
         self._reads = reads
         self._targets: Sequence[Target] = ()
-        self._begun: deque[tuple[Chunk, Read]] = deque()
+        self._begun: deque[tuple[Chunk, ChunkRead]] = deque()
         #: Chunks that are on the targets, and that nothing was done about yet.
         self.arrived: list[Chunk] = []
 
@@ -470,7 +470,7 @@ class _Slot:
     pointer: int
     view: memoryview
     #: what it is filled with, or being filled, and how; nothing if that was sent
-    filling: tuple[Chunk, Read] | None = None
+    filling: tuple[Chunk, ChunkRead] | None = None
     #: what was sent from it, unless that is known to be there
     sent: Chunk | None = None
     #: the ends of copies that read the buffer
