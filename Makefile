@@ -57,7 +57,7 @@ types: $(VENV)/test
 
 unit: $(VENV)/test
 	$(BIN)/coverage erase
-	CUBROKER_TEST_SLOW_PART=8 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal --maxfail $(RETRIED) || { [ $$? = 1 ] && $(RETRY); }
+	CUBROKER_TEST_SLOW_PART=12 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal --maxfail $(RETRIED) || { [ $$? = 1 ] && $(RETRY); }
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 	@echo 'protocol and ledger: every branch'
