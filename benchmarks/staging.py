@@ -18,6 +18,7 @@ from benchmarks.report import Figure, median
 from cubroker.client import Broker
 from cubroker.client.loading import background_reads, copy
 from cubroker.client.loading.checkpoint import Checkpoint
+from cubroker.client.loading.targets import target_of
 from cubroker.protocol import Layout
 
 ROUNDS = 4
@@ -69,7 +70,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, path: Path
                     with copy.FileCopy("cubroker-load", lambda context=first: context) as copying:
                         copying.plan(checkpoint.files, stored, layout.allocations)
                         whole: list[float] = []
-                        took = seconds(lambda c=copying, w=whole: w.append(c.into([copy.target_of(draft.replicas[0])])))
+                        took = seconds(lambda c=copying, w=whole: w.append(c.into([target_of(draft.replicas[0])])))
                     if number:
                         taken.append(whole[0])
                         ready.append(took - whole[0])

@@ -21,7 +21,8 @@ from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
 from cubroker.client.draft import Arrays, Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
-from cubroker.client.loading.copy import FileCopy, Target, hold_all, homes_of, target_of
+from cubroker.client.loading.copy import FileCopy
+from cubroker.client.loading.targets import Target, hold_all, homes_of, target_of
 from cubroker.client.pool import Pool
 from cubroker.client.transport.requests import version_number
 from cubroker.driver import Context, Driver, DriverError, Stream

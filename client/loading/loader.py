@@ -11,7 +11,8 @@ from cubroker.client.broker import Broker, Owner, uids
 from cubroker.client.devices import DeviceId, Plan, context, failure, find_plan, resolve_plan
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
-from cubroker.client.loading.copy import FileCopy, target_of
+from cubroker.client.loading.copy import FileCopy
+from cubroker.client.loading.targets import target_of
 from cubroker.client.loading.threads import Progress
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout

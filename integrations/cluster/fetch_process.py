@@ -33,8 +33,8 @@ import msgspec
 
 from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.client.devices import find
-from cubroker.client.loading.copy import copy_between_devices, hold_all, target_of
 from cubroker.client.loading.loader import trusted
+from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
 from cubroker.integrations.cluster import engine, identity
 from cubroker.integrations.cluster.announcements import DraftAnnouncement
 from cubroker.integrations.cluster.filling import Filled, Filling, FillingFailed, Whole, Wrong

@@ -11,6 +11,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.loading import copy
 from cubroker.client.loading.loader import load
+from cubroker.client.loading.targets import Target
 from cubroker.client.loading.verify import verify
 from cubroker.protocol.errors import Invalid, OverBudget
 from tests import checkpoints
@@ -100,7 +101,7 @@ def test_a_file_cut_short_while_it_is_read_leaves_no_draft(
     before = broker.pools()
     into = copy.FileCopy.into
 
-    def cut(copying: copy.FileCopy, targets: Sequence[copy.Target]) -> float:
+    def cut(copying: copy.FileCopy, targets: Sequence[Target]) -> float:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - copy.CHUNK)
         return into(copying, targets)

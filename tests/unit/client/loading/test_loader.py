@@ -15,9 +15,10 @@ from cubroker.client import Broker, Draft
 from cubroker.client.loading import background_reads
 from cubroker.client.loading import copy as copying
 from cubroker.client.loading.checkpoint import CheckpointFile
-from cubroker.client.loading.copy import FileCopy, PinnedStaging, Target, make_staging
+from cubroker.client.loading.copy import FileCopy, PinnedStaging, make_staging
 from cubroker.client.loading.loader import load
 from cubroker.client.loading.read_plan import Chunk
+from cubroker.client.loading.targets import Target
 from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget

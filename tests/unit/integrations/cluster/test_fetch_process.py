@@ -446,16 +446,18 @@ def test_a_part_that_is_wrong_is_read_from_a_host_that_has_all(hosts: Hosts, dir
 
 def test_a_host_that_says_too_often_what_it_has_is_passed_over(hosts: Hosts) -> None:
     opened = version(PARTS, 5)
-    told = threading.Event()
+    refused = threading.Event()
 
     def flood(_: object, send: Callable[[bytes], None]) -> None:
         send(frame(partial(opened, 0)))
-        told.set()
-        while True:  # until the connection ends
-            send(frame(Available(b"")) * 1000)
+        try:
+            while True:  # until the connection ends
+                send(frame(Available(b"")) * 1000)
+        finally:
+            refused.set()
 
     def later(_: object, send: Callable[[bytes], None]) -> None:
-        assert told.wait(60.0)
+        assert refused.wait(60.0)
         send(frame(opened))
 
     coming(hosts, opened, 0).answers["Open"] = flood
