@@ -7,10 +7,9 @@ Server, client and command line may import this package; it imports nothing of t
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from cubroker.driver.checked_calls import DriverError
+from cubroker.driver.checked_calls import DriverError, MulticastOff
 from cubroker.driver.context import CurrentContext, Device, Event, Pinned, Stream
 from cubroker.driver.driver import Context, Driver, load, prepare
-from cubroker.driver.multicast_guard import MulticastOff
 from cubroker.driver.vmm import Physical, Reservation
 
 if TYPE_CHECKING:

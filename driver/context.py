@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import msgspec
 
 from cubroker.driver.buffers import address, handle_bytes, handle_of, keep_first
-from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
-from cubroker.driver.errors import unmapped
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated, unmapped
 from cubroker.driver.system_calls import HUGE_PAGE, HugePages
 
 if TYPE_CHECKING:

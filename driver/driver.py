@@ -13,9 +13,8 @@ from uuid import UUID
 
 from cubroker.driver import device_names, system_calls, vmm
 from cubroker.driver.buffers import handle_bytes, handle_of, keep_first
-from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated, unmapped
 from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
-from cubroker.driver.errors import unmapped
 
 if TYPE_CHECKING:  # what a reader of a pool has no use for is imported where it is used
     from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment

@@ -2,7 +2,7 @@
 
 A broker makes a :class:`Multicast` object, binds the memory of each device to it and hands out a descriptor of it. A
 worker maps the descriptor into a :class:`Window` and stores through that. The rest of the driver layer sees only
-addresses and descriptors. On real hardware every step here first asks :mod:`cubroker.driver.multicast_guard`.
+addresses and descriptors. On real hardware every step here first asks :func:`.checked_calls.check_multicast`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-from cubroker.driver import multicast_guard, vmm
+from cubroker.driver import vmm
 from cubroker.driver.buffers import round_up
-from cubroker.driver.checked_calls import Calls, DriverError, explained
+from cubroker.driver.checked_calls import (
+    MULTICAST_PREFIX,
+    Calls,
+    DriverError,
+    MulticastOff,
+    check_multicast,
+    explained,
+)
 from cubroker.driver.context import Kernel, PrimaryContext
 
 REFUSALS = {
@@ -114,7 +121,7 @@ class Multicast:
 
         An import after :meth:`release` may silently get another object, without devices and memory.
         """
-        multicast_guard.check(self._calls.module, "cuMemExportToShareableHandle")
+        check_multicast(self._calls.module, "cuMemExportToShareableHandle")
         return vmm.export(self._calls, self._handle)
 
     def release(self) -> None:
@@ -145,7 +152,7 @@ class Window(vmm.Reservation):
     """A multicast object, mapped whole; see :meth:`Context.window`. Ordinary loads and stores must not touch it."""
 
     def __init__(self, context: PrimaryContext, nbytes: int) -> None:
-        multicast_guard.check(context.calls.module, "cuMemMap")
+        check_multicast(context.calls.module, "cuMemMap")
         super().__init__(context, nbytes)
         self._kernel: Kernel | None = None
         self._loading = threading.Lock()
@@ -165,7 +172,7 @@ class Window(vmm.Reservation):
         """
         if readonly:
             raise ValueError("a multicast object is mapped for stores, and nothing can be read through it")
-        multicast_guard.check(self._calls.module, "cuMemImportFromShareableHandle")
+        check_multicast(self._calls.module, "cuMemImportFromShareableHandle")
         with self._state:
             self._maps_running += 1
         try:
@@ -195,7 +202,7 @@ class Window(vmm.Reservation):
             raise ValueError(f"{nbytes} bytes at {target:#x} do not lie in this window")
         if not nbytes:
             return
-        multicast_guard.check(self._calls.module, "cuLaunchKernel")
+        check_multicast(self._calls.module, "cuLaunchKernel")
         pieces = nbytes // PIECE
         blocks = min(_BLOCKS, -(-pieces // _THREADS))
         copies = self._context.copies()
@@ -232,8 +239,8 @@ def obstacle(calls: Calls, device: int) -> str | None:
     An object may still be refused: only its creation asks the fabric manager.
     """
     try:
-        multicast_guard.check(calls.module, "cuMulticastCreate")
-    except multicast_guard.MulticastOff as error:
+        check_multicast(calls.module, "cuMulticastCreate")
+    except MulticastOff as error:
         return error.detail
     attribute = calls.module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
     if calls.cuDeviceGetAttribute(attribute, calls.cuDeviceGet(device)):
@@ -259,9 +266,7 @@ def rounded(calls: Calls, devices: Sequence[int], nbytes: int) -> int:
 
 def unavailable(error: DriverError) -> bool:
     """Whether an error means that multicast cannot be had here and now, so that copies should replace it."""
-    return isinstance(error, multicast_guard.MulticastOff) or (
-        error.call.startswith(multicast_guard.PREFIX) and error.name in REFUSALS
-    )
+    return isinstance(error, MulticastOff) or (error.call.startswith(MULTICAST_PREFIX) and error.name in REFUSALS)
 
 
 def _properties(module: Any, devices: int, nbytes: int) -> Any:

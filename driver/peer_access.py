@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated, too_many_peers
 from cubroker.driver.context import Device, PrimaryContext
-from cubroker.driver.errors import too_many_peers
 
 
 class Link(msgspec.Struct, frozen=True):

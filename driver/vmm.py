@@ -16,9 +16,8 @@ from enum import IntFlag
 from typing import Any
 
 from cubroker.driver.buffers import handle_bytes, handle_of
-from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated
+from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated, unmapped
 from cubroker.driver.context import ContextResource, PrimaryContext
-from cubroker.driver.errors import unmapped
 
 _IMPORT = "cuMemImportFromShareableHandle"
 

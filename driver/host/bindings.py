@@ -40,7 +40,7 @@ class HostModule(MulticastFunctions):
     PTX is not run, but a launch does the work of the entries that are known, before it returns.
     """
 
-    #: Whether it is other than real hardware; see :mod:`cubroker.driver.multicast_guard`.
+    #: Whether it is other than real hardware; see :func:`cubroker.driver.checked_calls.emulated`.
     emulated = True
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:

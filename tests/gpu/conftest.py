@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.driver import DriverError, load, multicast_guard
+from cubroker.driver import DriverError, checked_calls, load
 
 HERE = Path(__file__).parent
 
@@ -35,5 +35,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_multicast() -> Iterator[None]:
     """Say no to multicast for the tests and all processes that they start, whatever the site says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(multicast_guard.OWN_SETTING, "0")
+        patch.setenv(checked_calls.OWN_SETTING, "0")
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cubroker.driver import load, multicast_guard
+from cubroker.driver import checked_calls, load
 from tests.brokers import eventually
 from tests.unit.cli.processes import environment, run
 
@@ -36,7 +36,7 @@ def test_memory_of_every_gpu_is_shared_by_handle_and_by_descriptor(tmp_path: Pat
 def test_multicast_that_is_switched_off_is_explained_by_its_guard(tmp_path: Path) -> None:
     env = environment(NCCL_NVLS_ENABLE="0")
     document = json.loads(run("doctor", "--json", "--directory", tmp_path / "nobody", env=env).stdout)
-    objection = multicast_guard.objection(env)
+    objection = checked_calls.multicast_objection(env)
     assert objection is not None
     for device in document["devices"]:
         assert device["kinds"]["multicast"]["works"] is False

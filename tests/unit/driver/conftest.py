@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.driver import Context, Driver, load, multicast_guard
+from cubroker.driver import Context, Driver, checked_calls, load
 from tests import forkserver
 from tests.unit.driver.hardware import SETTINGS, StandIn
 from tests.unit.driver.multicast_setup import MulticastSetup, set_up_multicast
@@ -59,7 +59,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     found = {"named": tmp_path / "conf", "user's": tmp_path / ".nccl.conf", "everybody's": tmp_path / "nccl.conf"}
     user = pwd.struct_passwd(("user", "x", os.getuid(), os.getgid(), "", str(tmp_path), "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
-    monkeypatch.setattr(multicast_guard, "NCCL_SYSTEM_FILE", found["everybody's"])
+    monkeypatch.setattr(checked_calls, "NCCL_SYSTEM_FILE", found["everybody's"])
     monkeypatch.setenv("NCCL_CONF_FILE", str(found["named"]))
     return found
 

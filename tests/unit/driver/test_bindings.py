@@ -9,7 +9,7 @@ from typing import Any
 import cuda.bindings.driver
 import pytest
 
-from cubroker.driver import Context, Driver, DriverError, multicast_guard
+from cubroker.driver import Context, Driver, DriverError, checked_calls
 from cubroker.driver.host.bindings import HostModule
 from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.host.virtual_memory import CHANNEL
@@ -36,7 +36,7 @@ class Both:
     def __getattr__(self, name: str) -> Any:
         ours = getattr(self.host, name)
         offered = name.startswith("cu") and not name.startswith(
-            multicast_guard.PREFIX
+            checked_calls.MULTICAST_PREFIX
         )  # those only the guard lets through
         return self._both(name, ours) if offered else ours
 
@@ -119,7 +119,7 @@ def test_the_bindings_accept_what_the_recipes_pass(monkeypatch: pytest.MonkeyPat
     driver.close()
     assert len(both.called) > 30
     assert "cuLaunchKernel" in both.called
-    assert not [name for name in both.called if name.startswith(multicast_guard.PREFIX)]
+    assert not [name for name in both.called if name.startswith(checked_calls.MULTICAST_PREFIX)]
 
 
 def test_every_function_of_the_host_driver_is_one_of_the_bindings() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from cubroker.driver import Driver, Multicast, MulticastOff, load, multicast_guard
+from cubroker.driver import Driver, Multicast, MulticastOff, checked_calls, load
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
 from cubroker.server.ledger.events import (
     Allocate,
@@ -130,13 +130,13 @@ def test_a_setting_that_forbids_multicast_is_obeyed_before_any_call(
 ) -> None:
     """As on real hardware, where the guard asks the environment; host devices need no leave."""
     name, _, value = setting.partition("=")
-    monkeypatch.setenv(multicast_guard.OWN_SETTING, "1")
+    monkeypatch.setenv(checked_calls.OWN_SETTING, "1")
     monkeypatch.setenv(name, value)
     real = SimpleNamespace(CUresult=SimpleNamespace(CUDA_ERROR_NOT_PERMITTED=_Code(800)))
 
     def obstacle(index: int) -> str | None:
         try:
-            multicast_guard.check(real, "cuMulticastCreate")
+            checked_calls.check_multicast(real, "cuMulticastCreate")
         except MulticastOff as error:
             return error.detail
         return None
