@@ -33,7 +33,7 @@ from benchmarks.report import Figure, median
 from cubroker import driver
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
-from cubroker.integrations.cluster import certificates
+from cubroker.integrations.cluster import identity as certificates
 from cubroker.integrations.cluster.fetch import fetch
 from cubroker.server.hardening import python_command
 

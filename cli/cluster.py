@@ -384,11 +384,10 @@ _days = click.IntRange(min=1, max=36500)
 
 
 @contextmanager
-def _making() -> Iterator[Any]:
-    from cubroker.integrations.cluster import certificates as making
-
+def _owned_files() -> Iterator[None]:
+    """Say which file this user may not use."""
     try:
-        yield making
+        yield
     except PermissionError as error:
         raise CubrokerError(f"this user may not write or read {error.filename}; name another folder") from None
 
@@ -401,8 +400,8 @@ def make_authority(folder: Path, days: int) -> None:
 
     DIR gets its key, which signs every certificate: keep it on a host that is safe.
     """
-    with _making() as making:
-        path = making.make_authority(folder, days=days)
+    with _owned_files():
+        path = identity.make_authority(folder, days=days)
     format.say(f"{path}: the authority; keep {folder} safe, and give no host its ca-key.pem")
 
 
@@ -423,8 +422,8 @@ def issue(folder: Path, authority: Path, user: str, hosts: tuple[str, ...], days
 
     DIR gets it, its key and the authority's certificate.
     """
-    with _making() as making:
-        path = making.issue(authority, folder, user, hosts, days)
+    with _owned_files():
+        path = identity.issue(authority, folder, user, hosts, days)
     what = f"exports as {', '.join(hosts)}, and fetches" if hosts else "fetches"
     format.say(f"{path}: {what} as user {user}; copy {folder} to its host, readable by its owner alone")
 
@@ -437,8 +436,8 @@ def revoke(certificate: Path, authority: Path) -> None:
 
     CERTIFICATE is its file, or the folder that has it. The list is the authority's crl.pem.
     """
-    with _making() as making:
-        path = making.revoke(authority, certificate)
+    with _owned_files():
+        path = identity.revoke(authority, certificate)
     format.say(f"{path}: copy it to every host, beside its ca.pem, and `systemctl reload cubroker-export` there")
 
 
@@ -450,8 +449,8 @@ def show_certificate(certificate: Path, as_json: bool) -> None:
 
     CERTIFICATE is its file, or the folder that has it. It is also said until when it is valid.
     """
-    with _making() as making:
-        found = making.describe(certificate)
+    with _owned_files():
+        found = identity.describe(certificate)
     if as_json:
         format.document({"user": found.user, "hosts": found.hosts, "until": found.until.isoformat()})
         return

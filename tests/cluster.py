@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cubroker.integrations.cluster import certificates
+from cubroker.integrations.cluster import identity
 from tests.brokers import DEVICES, PATIENCE, BrokerProcess, eventually, started
 from tests.namespaces import unshare
 
@@ -32,8 +32,8 @@ def need_engine() -> None:
 
 def make_certificates(folder: Path, *names: str, user: str = "root", hosts: Sequence[str] = (HOST,)) -> list[Path]:
     """Make an authority, and a folder for each name with a certificate for a user, and for hosts."""
-    certificates.make_authority(folder / "authority")
-    return [certificates.issue(folder / "authority", folder / name, user, hosts).parent for name in names]
+    identity.make_authority(folder / "authority")
+    return [identity.issue(folder / "authority", folder / name, user, hosts).parent for name in names]
 
 
 class ExporterProcess:
@@ -246,10 +246,10 @@ def network(count: int, folder: Path, *, rate: str = "1gbit", devices: str = DEV
         for line in ("link add switch type bridge", "link set switch up"):
             run(*_within(switch), "ip", *line.split())
         hosts = [Host(number, holder, switch, rate) for number, holder in enumerate(holders, 1)]
-        certificates.make_authority(folder / "authority")
+        identity.make_authority(folder / "authority")
         for number, host in enumerate(hosts):
             host.broker = undo.enter_context(started(lambda path, host=host: BrokerOfHost(path, host, devices)))
-            path = certificates.issue(folder / "authority", folder / f"host-{number}", "root", [host.address])
+            path = identity.issue(folder / "authority", folder / f"host-{number}", "root", [host.address])
             host.certificates = path.parent
         yield hosts
 

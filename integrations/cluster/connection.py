@@ -62,19 +62,11 @@ def parse(text: str, *, least: int = 1) -> PeerAddress:
         host, port = text, str(messages.PORT)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not can_be_host(host) or not port.isascii() or not port.isdecimal():
+    if not identity.can_be_host(host) or not port.isascii() or not port.isdecimal():
         raise Invalid(f"{text[:80]!r} names no exporter; write HOST, HOST:PORT or [ADDRESS]:PORT")
     if len(port) > 5 or not least <= int(port) < 1 << 16:
         raise Invalid(f"{text[:80]!r} has no port that there can be")
     return PeerAddress(host, int(port))
-
-
-def can_be_host(host: str) -> bool:
-    """Whether the system's functions take a text for a name or an address, and not for a fault of their caller."""
-    try:
-        return bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
-    except UnicodeError:  # a part is empty, or too long
-        return False
 
 
 class HungUp(Unavailable):

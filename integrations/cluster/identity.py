@@ -1,9 +1,9 @@
-"""Who speaks: certificates of both sides, TLS 1.3 between them, and what the user may read whom a certificate names.
+"""Who speaks: certificates of both sides, TLS 1.3 between them, what the user may read whom one names; making them.
 
 Every host and every user of a cluster has a certificate of one authority, which the cluster's operator keeps. A folder
 has three files: ``ca.pem``, the authority's certificate; ``cert.pem`` and ``key.pem``, this one's own; and ``crl.pem``
-if certificates have been revoked. ``cubroker certificates`` makes them; any authority that fills in the same fields
-will do:
+if certificates have been revoked. ``cubroker certificates`` makes them (:func:`make_authority`, :func:`issue`); any
+authority that fills in the same fields will do:
 
 - A certificate for a user has the user's name as its common name, and is for TLS clients. An exporter looks the name up
   on its own host: the modes of pools hold for that account there.
@@ -11,20 +11,25 @@ will do:
   checks that the exporter's has the name that it asked for.
 
 Certificates are checked by OpenSSL: signature, time, purpose, name and revocation. Nothing is said before that.
+
+Keys that are made here are of the curve P-256. An authority's key signs and does nothing else; keep its folder on a
+host that neither exports nor fetches.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pwd
 import ssl
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cubroker.protocol.errors import Denied, Invalid, NotFound
+from cubroker.protocol.errors import Denied, Exists, Invalid, NotFound, needing
 from cubroker.protocol.status import PoolInfo
 
 VARIABLE = "CUBROKER_CERTIFICATES"
@@ -156,3 +161,258 @@ def can_read(reader: Account, pool: PoolInfo, coming: int | None = None) -> bool
         return True
     mode = pool.mode if coming is None else pool.mode & coming
     return bool(mode >> (3 if pool.group in reader.groups else 0) & READ)
+
+
+# -- making certificates -------------------------------------------------------------------------------
+
+AUTHORITY_KEY = "ca-key.pem"
+AUTHORITY_DAYS = 3650
+DAYS = 365
+"""How long certificates are valid, if nothing else is said."""
+
+EARLY = timedelta(minutes=5)
+"""They are valid so much earlier than they are made: clocks of hosts differ."""
+
+
+def make_authority(folder: Path, name: str = "cubroker cluster", days: int = AUTHORITY_DAYS) -> Path:
+    """Make an authority: its certificate and its key, in a folder; returns the certificate's path.
+
+    Raises:
+        Exists: the folder has one.
+        Unsupported: the package ``cryptography`` is not installed.
+    """
+    with needing("making certificates", "cubroker[nixl]"):
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+    if (folder / AUTHORITY_KEY).exists() or (folder / CA).exists():
+        raise Exists(
+            f"{folder} has an authority, and a new one would make all its certificates void; name another folder"
+        )
+    key = _new_key()
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
+    certificate = (
+        _begun(name, name, key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(folder / AUTHORITY_KEY, _key_text(key), 0o600)
+    return _write(folder / CA, _text(certificate), 0o644)
+
+
+def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), days: int = DAYS) -> Path:
+    """Make a certificate and its key, and put them into a folder with the authority's certificate.
+
+    Args:
+        authority: the folder of :func:`make_authority`.
+        folder: where the three files go.
+        user: the account that the holder is on exporting hosts.
+        hosts: names and addresses by which others reach the holder's host; without any it cannot export.
+        days: how long it is valid.
+
+    Returns:
+        the certificate's path.
+
+    Raises:
+        NotFound: there is no authority.
+        Exists: the folder has a certificate, or another authority's.
+        Invalid: the authority cannot be read, or a user or a host cannot be named so.
+        Unsupported: the package ``cryptography`` is not installed.
+    """
+    with needing("making certificates", "cubroker[nixl]"):
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+    if not (0 < len(user.encode(errors="replace")) <= 64 and user.isprintable()):
+        raise Invalid(f"{user[:80]!r} cannot be the user of a certificate; give the name of an account")
+    signer, issuer = _authority(authority)
+    if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
+        raise Exists(f"{folder} has a certificate, which is not replaced; name another folder, or delete it first")
+    if (folder / CA).exists() and (folder / CA).read_bytes() != _text(issuer):
+        raise Exists(f"{folder} has the certificate of another authority; name another folder, or delete it first")
+    key = _new_key()
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
+    builder = (
+        _begun(user, issuer.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False)
+    )
+    if hosts:
+        builder = builder.add_extension(x509.SubjectAlternativeName([_reached(host) for host in hosts]), critical=False)
+    certificate = builder.sign(signer, hashes.SHA256())
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(folder / KEY, _key_text(key), 0o600)
+    if not (folder / CA).exists():
+        _write(folder / CA, _text(issuer), 0o644)
+    return _write(folder / CERTIFICATE, _text(certificate), 0o644)
+
+
+def revoke(authority: Path, certificate: Path) -> Path:
+    """Add a certificate to the list of those that are revoked, and return the list's path.
+
+    The list, ``crl.pem`` in the authority's folder, takes effect on hosts that have a copy beside their certificates.
+
+    Args:
+        authority: the folder of :func:`make_authority`.
+        certificate: the file with the certificate, or its folder.
+
+    Raises:
+        NotFound: there is no authority, or no certificate.
+        Invalid: it is no certificate of that authority.
+        Unsupported: the package ``cryptography`` is not installed.
+    """
+    with needing("revoking certificates", "cubroker[nixl]"):
+        from cryptography import x509
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives import hashes
+    signer, issuer = _authority(authority)
+    found = read(certificate)
+    try:
+        found.verify_directly_issued_by(issuer)  # names prove nothing: most authorities have the same one
+    except (ValueError, TypeError, InvalidSignature):
+        raise Invalid(f"{certificate} is of another authority than {authority}, which cannot revoke it") from None
+    now, path = datetime.now(UTC), authority / REVOKED
+    entries = {found.serial_number: now}
+    if path.exists():
+        try:
+            revoked = x509.load_pem_x509_crl(path.read_bytes())
+        except ValueError:
+            raise Invalid(f"{path} is no list of revoked certificates, and is not replaced") from None
+        entries |= {each.serial_number: each.revocation_date_utc for each in revoked}
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(issuer.subject)
+        .last_update(now)
+        .next_update(now + timedelta(days=AUTHORITY_DAYS))
+    )
+    for serial, when in entries.items():
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
+        builder = builder.add_revoked_certificate(entry)
+    text: bytes = _text(builder.sign(signer, hashes.SHA256()))
+    partial = path.with_suffix(".new")
+    partial.unlink(missing_ok=True)
+    _write(partial, text, 0o644).replace(path)
+    return path
+
+
+class Named(NamedTuple):
+    """What a certificate says."""
+
+    user: str
+    #: Names and addresses of the holder's host.
+    hosts: tuple[str, ...]
+    #: When it ends.
+    until: datetime
+
+
+def describe(certificate: Path) -> Named:
+    """Return what a certificate says: the file, or the folder that has it; raises as :func:`revoke` does."""
+    with needing("reading certificates", "cubroker[nixl]"):
+        from cryptography import x509
+        from cryptography.x509.oid import NameOID
+    found = read(certificate)
+    users = [str(each.value) for each in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = []
+    return Named(", ".join(users), tuple(str(each.value) for each in names), found.not_valid_after_utc)
+
+
+def read(certificate: Path) -> Any:
+    """Return a certificate from its file, or from the folder that has it; raises ``NotFound`` or ``Invalid``."""
+    from cryptography import x509
+
+    path = certificate / CERTIFICATE if certificate.is_dir() else certificate
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"there is no certificate at {path}") from None
+    except ValueError:
+        raise Invalid(f"{path} is no certificate in PEM") from None
+
+
+def _authority(folder: Path) -> tuple[Any, Any]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        signer = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
+        return signer, x509.load_pem_x509_certificate((folder / CA).read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"{folder} has no authority; make one with `cubroker certificates authority`") from None
+    except (ValueError, TypeError):  # of a key with a password the latter
+        raise Invalid(
+            f"the authority in {folder} cannot be read: {AUTHORITY_KEY} or {CA} is damaged, or has a password"
+        ) from None
+
+
+def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    def named(name: str) -> Any:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(named(subject))
+        .issuer_name(named(issuer) if isinstance(issuer, str) else issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLY)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def can_be_host(host: str) -> bool:
+    """Whether the system's functions take a text for a name or an address, and not for a fault of their caller."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
+    except UnicodeError:  # a part is empty, or too long
+        return False
+
+
+def _reached(host: str) -> Any:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not host.isascii() or ":" in host or not can_be_host(host):
+        raise Invalid(f"{host[:80]!r} is no name or address of a host; leave out the port")
+    return x509.DNSName(host)
+
+
+def _new_key() -> Any:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _key_text(key: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    plain = serialization.NoEncryption()
+    text: bytes = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    return text
+
+
+def _text(certificate: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    text: bytes = certificate.public_bytes(serialization.Encoding.PEM)
+    return text
+
+
+def _write(path: Path, text: bytes, mode: int) -> Path:
+    """Write a new file that no other user ever sees with another mode."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(text)
+    return path

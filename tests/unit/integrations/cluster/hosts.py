@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster import certificates, exporter
+from cubroker.integrations.cluster import exporter, identity
 from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
 from cubroker.integrations.cluster.exporter import Exporter, Meter, Rules
 from cubroker.protocol import Layout
@@ -25,7 +25,7 @@ class Certificates:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.authority = certificates.make_authority(folder / "authority").parent
+        self.authority = identity.make_authority(folder / "authority").parent
         #: Of a host whose user may read all.
         self.host = self.of("root", HOST, "::1", "localhost")
 
@@ -33,7 +33,7 @@ class Certificates:
         """Return the folder with a user's certificate."""
         folder = self._folder / (called or "-".join(("of", user, *hosts, str(days))).replace(":", "."))
         if not folder.exists():
-            certificates.issue(self.authority, folder, user, hosts, days=days)  # type: ignore[arg-type]
+            identity.issue(self.authority, folder, user, hosts, days=days)  # type: ignore[arg-type]
         return folder
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster import certificates as making
 from cubroker.integrations.cluster import exporter, identity, messages
 from cubroker.integrations.cluster.connection import HungUp, PeerConnection
 from cubroker.integrations.cluster.messages import (
@@ -171,8 +170,8 @@ def test_a_peer_without_a_certificate_is_told_nothing(
 def test_certificates_that_do_not_do_are_refused_with_the_reason_in_the_log(
     serving: Serving, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = making.make_authority(tmp_path / "other").parent
-    stranger = making.issue(other, tmp_path / "stranger", "root").parent
+    other = identity.make_authority(tmp_path / "other").parent
+    stranger = identity.issue(other, tmp_path / "stranger", "root").parent
     (stranger / "ca.pem").write_bytes((certificates.host / "ca.pem").read_bytes())
     for folder, why in (
         (certificates.of("root", days=-0.001), "certificate has expired"),
@@ -191,13 +190,13 @@ def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    folder = making.issue(certificates.authority, tmp_path / "server", "root").parent
-    signer, issuer = making._authority(certificates.authority)
-    key = making._new_key()
+    folder = identity.issue(certificates.authority, tmp_path / "server", "root").parent
+    signer, issuer = identity._authority(certificates.authority)
+    key = identity._new_key()
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    certificate = making._begun("root", issuer.subject, key, 1).add_extension(usage, critical=True)
-    (folder / "cert.pem").write_bytes(making._text(certificate.sign(signer, hashes.SHA256())))
-    (folder / "key.pem").write_bytes(making._key_text(key))
+    certificate = identity._begun("root", issuer.subject, key, 1).add_extension(usage, critical=True)
+    (folder / "cert.pem").write_bytes(identity._text(certificate.sign(signer, hashes.SHA256())))
+    (folder / "key.pem").write_bytes(identity._key_text(key))
     return folder
 
 
@@ -230,10 +229,10 @@ def test_after_a_reload_what_the_folder_had_before_counts_no_more(
     directory: Path, certificates: Certificates, tmp_path: Path
 ) -> None:
     """An authority that was replaced is not trusted any longer, nor is a certificate that was revoked."""
-    folder = making.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
-    peer, lost = (making.issue(certificates.authority, tmp_path / name, "root").parent for name in ("peer", "lost"))
+    folder = identity.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    peer, lost = (identity.issue(certificates.authority, tmp_path / name, "root").parent for name in ("peer", "lost"))
     with exporting(directory, folder) as serving:
-        revoked = making.revoke(certificates.authority, lost)
+        revoked = identity.revoke(certificates.authority, lost)
         revoked.rename(folder / "crl.pem")
         serving.greet(lost)
         serving.call(serving.service.reload)
@@ -246,8 +245,8 @@ def test_after_a_reload_what_the_folder_had_before_counts_no_more(
             serving.call(serving.service.reload)
         serving.greet(peer)
 
-        other = making.make_authority(tmp_path / "other").parent
-        new = making.issue(other, tmp_path / "new", "root", [HOST]).parent
+        other = identity.make_authority(tmp_path / "other").parent
+        new = identity.issue(other, tmp_path / "new", "root", [HOST]).parent
         (folder / "crl.pem").unlink()
         for name in ("ca.pem", "cert.pem", "key.pem"):
             (folder / name).write_bytes((new / name).read_bytes())
