@@ -12,7 +12,7 @@ import msgspec
 
 from cubroker.cli import format
 from cubroker.protocol.status import ClientInfo, ProcessInfo
-from cubroker.server import process_info
+from cubroker.server.transport.peer_credentials import read_process
 
 RUNTIMES = {"docker": "docker", "libpod": "podman", "crio": "cri-o", "containerd": "containerd", "lxc": "lxc"}
 """What the cgroup of a runtime's containers has in its path, and the runtime."""
@@ -35,7 +35,7 @@ def known(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:
     return [
         client
         if client.process
-        else msgspec.structs.replace(client, process=process_info.read(client.pid) if client.pid else None)
+        else msgspec.structs.replace(client, process=read_process(client.pid) if client.pid else None)
         for client in clients
     ]
 

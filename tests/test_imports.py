@@ -56,6 +56,7 @@ ARROWS: dict[str, set[str]] = {
         "server.keeper",
         "server.monitoring",
         "server.store",
+        "server.transport",
     },
     "cli.doctor": {
         "cli",

@@ -19,8 +19,8 @@ from cubroker.cli import format
 from cubroker.cli.doctor.facts import BrokerFacts, ListenerFacts, ServiceFacts, SettingsFacts, UnitFacts
 from cubroker.protocol import paths as places
 from cubroker.protocol.errors import explain
-from cubroker.server import process_info
 from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
+from cubroker.server.transport.peer_credentials import read_process
 from cubroker.server.transport.unix_sockets import CREDENTIALS
 
 NAME = "cubroker"
@@ -117,7 +117,7 @@ def examine_listener(directory: Path) -> ListenerFacts:
         except OSError as error:
             return ListenerFacts("unknown", detail=explain(error))
     pid, _, _ = CREDENTIALS.unpack(raw)
-    info = process_info.read(pid) if pid else None
+    info = read_process(pid) if pid else None
     return ListenerFacts("listening", pid, info.name if info else "")
 
 

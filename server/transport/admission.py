@@ -33,11 +33,10 @@ from cubroker.protocol.errors import (
     reason,
 )
 from cubroker.protocol.messages import VERSIONS, Attached, Created, Draining, Hello, Notice, Pong, Refused, Welcome
-from cubroker.server import process_info
 from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
-from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, verify
+from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, read_process_by_pidfd, verify
 from cubroker.server.transport.requests import IncomingRequests
 from cubroker.server.transport.session import SessionConnection, label
 from cubroker.server.transport.session_journal import LoggedSession, SessionLog
@@ -279,7 +278,7 @@ class Sessions:
             self._log.opened(session, welcomed=False)
         self.unwelcomed[label(number)] = session
         return SessionOpened(
-            number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified, process_info.read_by_pidfd(peer.pidfd)
+            number, peer.pid, peer.uid, peer.gid, peer.groups, peer.verified, read_process_by_pidfd(peer.pidfd)
         )
 
     def adopt(self, number: int, connection: socket.socket | None, peer: Peer, logged: LoggedSession) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.protocol import Layout
-from cubroker.server import process_info
+from cubroker.server.transport.peer_credentials import read_process
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.unit.cli.processes import run, started
 
@@ -41,7 +41,7 @@ def pools(client: Broker) -> Iterator[list[Pool]]:
 
 
 def who(client: Broker) -> str:
-    process = process_info.read(os.getpid())
+    process = read_process(os.getpid())
     assert process is not None
     return f"session {client.session}, {process.name} {os.getpid()} ("
 

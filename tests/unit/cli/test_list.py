@@ -16,7 +16,7 @@ from cubroker.cli import main
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import Close, Done
-from cubroker.server import process_info
+from cubroker.server.transport.peer_credentials import read_process
 from tests import checkpoints
 from tests.accounts import group_name, user_name
 from tests.brokers import PATIENCE, eventually, serving
@@ -99,7 +99,7 @@ def test_clients_are_chosen_by_what_they_hold(directory: Path) -> None:
 
 
 def test_show_says_which_processes_hold_a_version(directory: Path, zoo: Broker) -> None:
-    process = process_info.read(os.getpid())
+    process = read_process(os.getpid())
     assert process is not None
     (line,) = (line for line in lines(directory, "show", "qwen-large") if line.startswith("held"))
     assert re.fullmatch(rf"held for \d+ s by {process.name} {os.getpid()} \({USER}(, .+)?\)", line)
@@ -299,7 +299,7 @@ def test_clients_are_processes_and_what_they_hold(directory: Path, llama: str) -
     assert list(client) == keys
     began, *_ = (lease.pop("held_since") for lease in client["leases"])
     assert 0 <= time.time() - began < PATIENCE
-    process = process_info.read(os.getpid())
+    process = read_process(os.getpid())
     assert process is not None
     assert client["process"].pop("started") == pytest.approx(process.started, abs=1)  # the clock may be set meanwhile
     assert client == {

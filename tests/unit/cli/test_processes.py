@@ -11,7 +11,7 @@ import pytest
 
 from cubroker.cli import processes
 from cubroker.protocol.status import ClientInfo, LeaseInfo, ProcessInfo
-from cubroker.server import process_info
+from cubroker.server.transport.peer_credentials import read_process
 from tests.brokers import eventually
 
 ID = "3f2a9c5d1e07" + "ab" * 26
@@ -51,7 +51,7 @@ def test_processes_that_the_broker_could_not_see_are_looked_up_where_numbers_mea
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         hidden = ClientInfo(8, other.pid, os.getuid(), "connected", ())
         unseen = ClientInfo(9, 0, os.getuid(), "connected", ())
-        eventually(lambda: (info := process_info.read(other.pid)) and info.name == "cat", "the program to begin")
+        eventually(lambda: (info := read_process(other.pid)) and info.name == "cat", "the program to begin")
         found = processes.known([OWN, hidden, unseen, client("/x")], OWN.session)
         assert processes.name(found[1]) == "cat"
         assert (found[2], found[3]) == (unseen, client("/x"))

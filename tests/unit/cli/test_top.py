@@ -28,7 +28,7 @@ from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import BlockInfo, LeaseInfo, ProcessInfo
-from cubroker.server import process_info
+from cubroker.server.transport.peer_credentials import read_process
 from tests import forkserver
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import CLI
@@ -53,7 +53,7 @@ def test_once_says_what_there_is_without_colours(directory: Path, name: str) -> 
     assert headline == "2 devices, 2.0 of 115.2 MiB, 1 version, 1 session, 0 waiting"
     row = done.stdout.splitlines()[-1]
     assert row.split()[:6] == [f"{name}@1", "current", "256", "B", "0", "1"]
-    process = process_info.read(os.getpid())
+    process = read_process(os.getpid())
     assert process is not None
     assert re.search(rf" \d+ s {process.name} {os.getpid()}\b", row)
     assert piped.stdout.splitlines()[0] == headline

@@ -15,7 +15,7 @@ import pytest
 from cubroker.cli.doctor import service
 from cubroker.cli.doctor.facts import BrokerFacts, ListenerFacts, ServiceFacts, UnitFacts
 from cubroker.protocol.paths import SESSION_SOCKET
-from cubroker.server import process_info
+from cubroker.server.transport.peer_credentials import read_process
 from tests.brokers import BrokerProcess
 from tests.unit.cli.processes import environment, run
 
@@ -160,7 +160,7 @@ def test_a_socket_that_listens_without_a_broker_is_told(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     assert service.examine_listener(directory) == ListenerFacts("absent")
-    process = process_info.read(os.getpid())
+    process = read_process(os.getpid())
     assert process is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(directory / SESSION_SOCKET))
