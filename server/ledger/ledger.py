@@ -11,7 +11,7 @@ session ends first. Versions, their memory and multicast groups have state table
     request    leases.stop_waiting  answered, refused, timed out, cancelled, its session ended
     lease      leases.release       closed, sealed, its session ended
     IPC event  ipc_events.end_event closed, its lease ended
-    lock       locks.release        given back, its session ended
+    lock       publish.release_lock given back, its session ended
     version    leases.end_version   dropped by its writer, or out of service and without leases
     group      memory.unbound       nothing is bound to its memory any more
     memory     memory.remove        its device has the bytes again
@@ -46,7 +46,6 @@ from cubroker.server.ledger import (
     ipc_events,
     leases,
     lifecycle,
-    locks,
     memory,
     publish,
     snapshot,
@@ -372,7 +371,7 @@ _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
     messages.Seal: publish.seal,
     messages.SealDigested: publish.seal,
     messages.SealInPlace: publish.seal,
-    messages.Unlock: locks.unlock,
+    messages.Unlock: publish.unlock,
     messages.Cancel: leases.cancel,
     messages.Retire: publish.retire,
     messages.Watch: publish.watch,
@@ -395,7 +394,7 @@ _MAY_WAIT: Mapping[type[Request], Callable[[Tables, Session, Any, RequestReceive
     messages.Attach: leases.attach,
     messages.Create: create.create,
     messages.SetLayout: create.set_layout,
-    messages.Lock: locks.lock,
+    messages.Lock: publish.lock,
     messages.OpenEvent: ipc_events.open_event,
     messages.AwaitEvent: ipc_events.await_event,
 }

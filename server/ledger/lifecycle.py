@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from cubroker.protocol.errors import Denied, OverQuota, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
-from cubroker.server.ledger import error_text, events, ipc_events, leases, locks, memory, publish
+from cubroker.server.ledger import error_text, events, ipc_events, leases, memory, publish
 from cubroker.server.ledger.access import ROOT, is_admin, is_privileged
 from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
 from cubroker.server.ledger.policy import admin_reserve, exceeds
@@ -90,7 +90,7 @@ def end(tables: Tables, session: Session) -> None:
     for lease in tuple(session.leases.values()):
         ipc_events.end_lease(tables, lease, "has ended")
     for lock in tuple(session.locks.values()):
-        locks.release(tables, lock)
+        publish.release_lock(tables, lock)
     tables.note(session, "it ended")
     tables.drop_session(session)
     tables.stored -= SESSION_FDS
