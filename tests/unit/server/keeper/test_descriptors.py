@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.keeper.descriptors import MOST_BYTES
+from cubroker.server.keeper.keeper import MOST_BYTES
 from cubroker.server.store.sd_notify import SCM_MAX_FD
 from tests.brokers import eventually
 from tests.unit.server.keeper.harness import Keep, contents, memory

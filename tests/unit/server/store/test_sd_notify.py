@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.errors import Invalid, Unavailable
-from cubroker.server.keeper.descriptors import same_by_comparison, same_file
+from cubroker.server.keeper.keeper import same_by_comparison, same_file
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager, inherit
 from tests.brokers import PATIENCE
