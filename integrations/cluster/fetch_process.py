@@ -37,10 +37,19 @@ from cubroker.client.loading.loader import trusted
 from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
 from cubroker.integrations.cluster import engine, identity
 from cubroker.integrations.cluster.announcements import DraftAnnouncement
-from cubroker.integrations.cluster.filling import Filled, Filling, FillingFailed, Whole, Wrong
 from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.source_choice import SourceChoice
-from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported
+from cubroker.integrations.cluster.source_thread import (
+    Answered,
+    Filled,
+    Filling,
+    FillingFailed,
+    Lost,
+    Ready,
+    Reported,
+    Whole,
+    Wrong,
+)
 from cubroker.integrations.cluster.sources import piece_size
 from cubroker.protocol.errors import Corrupted, CubrokerError, NotFound, Unavailable
 from cubroker.protocol.layout import Layout

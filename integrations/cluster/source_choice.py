@@ -18,9 +18,8 @@ from typing import NamedTuple
 from cubroker.client import digests
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, resolve
-from cubroker.integrations.cluster.filling import Filling
 from cubroker.integrations.cluster.messages import ExportedVersion, Offer, Open, Order
-from cubroker.integrations.cluster.source_thread import Answered, Lost, Ready, Reported, SourceReader
+from cubroker.integrations.cluster.source_thread import Answered, Filling, Lost, Ready, Reported, SourceReader
 from cubroker.integrations.cluster.sources import ASKED, USELESS, Candidate, by_room, piece_size
 from cubroker.protocol.errors import (
     Corrupted,
