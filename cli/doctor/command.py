@@ -1,23 +1,50 @@
-"""``cubroker doctor``: the report on a machine, for people and as one JSON document."""
+"""``cubroker doctor``: gathers facts of a machine, and reports what they mean, for people and as one JSON document.
+
+To gather is to ask the driver, to try what is safe on each device, and to look at the machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import shutil
+import socket
+import stat
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from cubroker.cli import format, options, serve
-from cubroker.cli.doctor import verdicts
-from cubroker.cli.doctor.facts import Facts, Finding
-from cubroker.cli.doctor.probe import gather
-from cubroker.protocol.errors import Denied
+from cubroker.cli.doctor import service, verdicts
+from cubroker.cli.doctor.facts import (
+    BrokerFacts,
+    DeviceFacts,
+    DirectoryFacts,
+    DriverFacts,
+    Examined,
+    Facts,
+    Finding,
+    HostFacts,
+    Survey,
+    Trial,
+)
+from cubroker.cli.doctor.trials import read_answer, trial_command
+from cubroker.client import Broker
+from cubroker.driver import system_calls
+from cubroker.protocol import paths as places
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, reason
+from cubroker.protocol.messages import IPC, VMM
 from cubroker.protocol.paths import default_directory, find_directory
+from cubroker.server import hardening
+from cubroker.server.transport.peer_credentials import SO_PEERPIDFD, overflow_id
 
 _WORDS = {True: "works", False: "does not", None: "unknown"}
 _NOTES = {True: "good", False: "bad", None: "note"}
@@ -127,3 +154,196 @@ def _lines(verdict: Finding, indent: int, width: int | None) -> Iterator[str]:
             yield from textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
         elif line:
             yield line
+
+
+# -- gathering the facts -------------------------------------------------------------------------------
+
+R = TypeVar("R")
+
+GPUS = "cuda"
+EMULATED = "host:2"
+
+KINDS = (IPC, VMM, "fabric", "events")
+"""What is tried, in this order. Of multicast the device and the settings are asked, and it is never tried."""
+
+LIMIT = 60.0
+"""Seconds for each trial. The first process on a machine that keeps no driver state waits for the GPUs to start."""
+
+AT_ONCE = 4
+"""Devices that are tried at the same time; on each of them one trial runs at a time, as an exclusive one needs."""
+
+GRACE = 1.0
+"""Seconds that a killed process may take to end; a process inside the kernel's driver may never end."""
+
+ANSWER = 5.0
+"""Seconds that a broker may take to answer."""
+
+FILES = ("nvidiactl", "nvidia-uvm")
+"""The device files without which no process uses a GPU, beside one for each GPU."""
+
+CHANNELS = "dev/nvidia-caps-imex-channels"
+
+_ALL_USERS = "4294967295"
+"""How many user ids there are outside of any namespace (user_namespaces(7))."""
+
+
+async def gather(spec: str | None, directory: Path, limit: float = LIMIT, *, doubt: str = "") -> Facts:
+    """Find everything out.
+
+    Args:
+        spec: the devices; by default all GPUs, and two host devices where no driver answers.
+        directory: where a broker serves, or would.
+        limit: seconds that each trial may take.
+        doubt: why that is not the directory of the host's broker, and what to do, if there is something to say.
+    """
+    survey = await _survey(spec or GPUS, limit)
+    driver, devices = survey.driver, survey.devices
+    if spec is None and not devices:
+        spec, devices = EMULATED, (await _survey(EMULATED, limit)).devices
+    gate = asyncio.Semaphore(AT_ONCE)
+    host, examined = await asyncio.gather(
+        asyncio.to_thread(examine_machine, directory),
+        asyncio.gather(*(try_device(gate, spec or GPUS, device, limit) for device in devices)),
+    )
+    return Facts(driver, tuple(examined), replace(host, doubt=doubt))
+
+
+async def _survey(spec: str, limit: float) -> Survey:
+    answer = await ask(trial_command("survey", spec), limit, Survey)
+    return Survey(DriverFacts(spec, answer)) if isinstance(answer, Trial) else answer
+
+
+async def try_device(gate: asyncio.Semaphore, spec: str, device: DeviceFacts, limit: float) -> Examined:
+    """Make one trial after the other on a device, until one gets no answer."""
+    trials: dict[str, Trial] = {}
+    async with gate:
+        for kind in KINDS:
+            if any(trial.outcome == "silent" for trial in trials.values()):
+                trials[kind] = Trial("skipped")
+            else:
+                trials[kind] = await ask(trial_command(kind, spec, str(device.index)), limit, Trial)
+    return Examined(device, trials)
+
+
+async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:
+    """Run a command line and return the ``kind`` that it prints, or what became of it within ``limit`` seconds."""
+    process = await asyncio.create_subprocess_exec(*line, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
+    try:
+        async with asyncio.timeout(limit):
+            out, errors = await process.communicate()
+    except TimeoutError:
+        return Trial("silent", detail=f"{limit:g} s")
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE):
+                    await process.wait()
+    assert process.returncode is not None
+    return read_answer(process.returncode, out, errors, kind)
+
+
+def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> HostFacts:
+    """Look at the machine, and at the broker of ``directory``. Files are those under ``root``."""
+    # A line like ``NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03 …``.
+    version = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    users = _text(root / "proc/self/uid_map").split()
+    descriptors, locked = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return HostFacts(
+        directory=examine_directory(directory),
+        broker=examine_broker(directory),
+        user=os.geteuid(),
+        kernel=os.uname().release.partition("-")[0],
+        module=next((word for word in version.split() if word[0].isdigit() and "." in word), ""),
+        files={
+            name: os.access(root / "dev" / name, os.R_OK | os.W_OK) for name in FILES if (root / "dev" / name).exists()
+        },
+        channels=any((root / CHANNELS).glob("channel*")),
+        container=_find_container(root, environ),
+        visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        namespace=bool(users) and users != ["0", "0", _ALL_USERS],
+        descriptors=descriptors,
+        locked=locked,
+        memfd=_refusal(lambda: system_calls.memfd_create("cubroker-doctor", system_calls.MFD_CLOEXEC)),
+        pidfd=_refusal(lambda: system_calls.pidfd_open(os.getpid())),
+        peer_pidfd=_peer_pidfd(),
+        unconfined=tuple(hardening.obstacles()),
+        service=service.examine(directory, environ),
+    )
+
+
+def examine_broker(directory: Path) -> BrokerFacts:
+    """Open a session with the broker of a directory, and end it."""
+    try:
+        with Broker(directory, timeout=ANSWER) as broker:
+            count = len(broker.devices())
+    except CubrokerError as error:
+        there = os.path.lexists(directory / places.SESSION_SOCKET)
+        return BrokerFacts(error.code if there or error.code != "unavailable" else "absent", error.message)
+    return BrokerFacts("", f"a broker answers, with {format.count(count, 'device')}")
+
+
+def examine_directory(path: Path) -> DirectoryFacts:
+    """Look at where a broker serves, or would."""
+    path = path.absolute()
+    try:
+        places.check(path)
+        here = path.stat()
+    except Invalid as error:
+        return DirectoryFacts(path, invalid=error.message)
+    except FileNotFoundError:
+        return DirectoryFacts(path, state="absent", exposed=_exposed(path, os.geteuid()))
+    except PermissionError:
+        return DirectoryFacts(path, state="hidden")
+    except NotADirectoryError:
+        return DirectoryFacts(path, state="something else")
+    if not stat.S_ISDIR(here.st_mode):
+        return DirectoryFacts(path, state="something else")
+    enter = os.access(path, os.X_OK, effective_ids=True)
+    exposed = _exposed(path, here.st_uid)
+    return DirectoryFacts(path, owner=here.st_uid, mode=stat.S_IMODE(here.st_mode), exposed=exposed, enter=enter)
+
+
+def _exposed(path: Path, owner: int) -> str:
+    return places.exposure(path, owner, overflow_id("uid"))
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def _find_container(root: Path, environ: Mapping[str, str]) -> str:
+    """Return what kind of container leaves the traces that there are."""
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return "kubernetes"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    groups = _text(root / "proc/1/cgroup")
+    if (root / ".dockerenv").exists() or "docker" in groups:
+        return "docker"
+    for trace, kind in (("kubepods", "kubernetes"), ("libpod", "podman"), ("containerd", "containerd"), ("lxc", "lxc")):
+        if trace in groups:
+            return kind
+    return ""
+
+
+def _refusal(opened: Callable[[], int]) -> str:
+    """Return why a descriptor cannot be had, if it cannot."""
+    try:
+        os.close(opened())
+    except OSError as error:
+        return reason(error)
+    return ""
+
+
+def _peer_pidfd() -> bool:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+        except OSError:
+            return False
+    return True

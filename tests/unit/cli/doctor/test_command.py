@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.cli.doctor import probe, trials
-from cubroker.cli.doctor.command import DoctorReport
+from cubroker.cli.doctor import command, trials
+from cubroker.cli.doctor.command import DoctorReport, ask, trial_command
 from cubroker.cli.doctor.facts import DirectoryFacts, Examined, Facts, Survey, Trial
-from cubroker.cli.doctor.probe import ask, trial_command
 from cubroker.driver import Driver, DriverError, Peers, load
 from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.virtual_memory import CHANNEL
@@ -48,12 +47,12 @@ WORKS = telling('{"outcome": "works"}')
 def at_once(monkeypatch: pytest.MonkeyPatch, *real: str) -> None:
     """Have every trial work but for the ``real`` ones, which are made; the survey is made in this process."""
 
-    def command(task: str, *arguments: str) -> list[str]:
+    def trial(task: str, *arguments: str) -> list[str]:
         if task in real:
             return trial_command(task, *arguments)
         return telling(msgspec.json.encode(trials.survey(*arguments)).decode()) if task == "survey" else WORKS
 
-    monkeypatch.setattr(probe, "trial_command", command)
+    monkeypatch.setattr(command, "trial_command", trial)
 
 
 @pytest.mark.slow
@@ -80,7 +79,7 @@ def test_host_devices_share_by_handle_and_by_descriptor(broker: BrokerProcess) -
 
 def test_every_device_has_its_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once(monkeypatch)
-    report = DoctorReport(asyncio.run(probe.gather("host:2@64MiB/1", tmp_path / "nobody")))
+    report = DoctorReport(asyncio.run(command.gather("host:2@64MiB/1", tmp_path / "nobody")))
     assert [device.index for device, _ in report.devices] == [0, 1]
     assert all(list(found) == KINDS for _, found in report.devices)
     assert [found["peers"].works for _, found in report.devices] == [False, False]
@@ -90,16 +89,16 @@ def test_every_device_has_its_verdicts(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNEL, "0")
     at_once(monkeypatch, "fabric")
-    (device,) = DoctorReport(asyncio.run(probe.gather("host:1@64MiB", tmp_path / "nobody"))).document()["devices"]
+    (device,) = DoctorReport(asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody"))).document()["devices"]
     assert device["kinds"]["fabric"]["works"] is True
     assert "mapped 2 MiB by fabric handle" in device["kinds"]["fabric"]["why"]
 
 
 def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     program = (
-        "from cubroker.cli import main; from cubroker.cli.doctor import probe, trials\n"
+        "from cubroker.cli import main; from cubroker.cli.doctor import command, trials\n"
         f"made, works = trials.trial_command, {WORKS}\n"
-        "probe.trial_command = lambda task, *rest: made(task, *rest) if task == 'survey' else works\n"
+        "command.trial_command = lambda task, *rest: made(task, *rest) if task == 'survey' else works\n"
         "main.main()"
     )
     arguments = ("doctor", "--devices", "host:2@64MiB/1", "--directory", tmp_path / "nobody")
@@ -115,10 +114,10 @@ def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a_broker_that_does_not_answer_is_told(broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "ANSWER", 0.2)
+    monkeypatch.setattr(command, "ANSWER", 0.2)
     broker.process.send_signal(signal.SIGSTOP)
     try:
-        found = probe.examine_broker(broker.directory)
+        found = command.examine_broker(broker.directory)
     finally:
         broker.process.send_signal(signal.SIGCONT)
     assert found.code == "unavailable"
@@ -171,7 +170,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_it_says_so_and_tries_host_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once(monkeypatch)
-    report = DoctorReport(asyncio.run(probe.gather(None, tmp_path / "nobody")))
+    report = DoctorReport(asyncio.run(command.gather(None, tmp_path / "nobody")))
     assert report.usable
     assert [device.emulated for device, _ in report.devices] == [True, True]
     assert report.host["driver"].works is False
@@ -181,7 +180,7 @@ def test_without_a_gpu_it_says_so_and_tries_host_devices(tmp_path: Path, monkeyp
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_gpus_that_were_asked_for_and_are_not_there_are_a_failure(tmp_path: Path) -> None:
-    report = DoctorReport(asyncio.run(probe.gather("cuda", tmp_path / "nobody")))
+    report = DoctorReport(asyncio.run(command.gather("cuda", tmp_path / "nobody")))
     assert not report.usable
     assert report.devices == []
     assert report.host["driver"].works is False
@@ -227,14 +226,14 @@ def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypat
 
     survey = asyncio.run(ask(trial_command("survey", "host:1@64MiB"), 60, Survey))
     assert isinstance(survey, Survey)
-    monkeypatch.setattr(probe, "trial_command", line)
-    examined = asyncio.run(probe.try_device(asyncio.Semaphore(1), "host:1@64MiB", survey.devices[0], 0.2))
+    monkeypatch.setattr(command, "trial_command", line)
+    examined = asyncio.run(command.try_device(asyncio.Semaphore(1), "host:1@64MiB", survey.devices[0], 0.2))
     outcomes = {kind: trial.outcome for kind, trial in examined.trials.items()}
     assert outcomes == {"ipc": "silent", "vmm": "skipped", "fabric": "skipped", "events": "skipped"}
 
 
 def test_a_driver_that_does_not_even_say_what_there_is_is_a_finding(tmp_path: Path) -> None:
-    facts = asyncio.run(probe.gather("host:1@64MiB", tmp_path / "nobody", limit=0.001))
+    facts = asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody", limit=0.001))
     assert facts.driver.trial == Trial("silent", detail="0.001 s")
     report = DoctorReport(facts)
     assert not report.usable
@@ -365,7 +364,7 @@ def test_a_driver_that_lacks_a_function_is_told() -> None:
 
 def test_devices_without_one_way_to_share_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once(monkeypatch)
-    facts = asyncio.run(probe.gather("host:1@64MiB", tmp_path / "nobody"))
+    facts = asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody"))
     assert DoctorReport(facts).usable
     (examined,) = facts.devices
     refused = Trial("refused", "owner", "cuX", "CUDA_ERROR_NOT_SUPPORTED")
@@ -387,7 +386,7 @@ def test_a_machine_is_looked_at(tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    facts = probe.examine_machine(tmp_path / "nobody", tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})
+    facts = command.examine_machine(tmp_path / "nobody", tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})
     assert (facts.module, facts.container, facts.visible, facts.namespace) == ("580.159.03", "kubernetes", "0", True)
     assert (facts.files, facts.channels) == ({"nvidiactl": True}, True)
     assert facts.directory == DirectoryFacts(tmp_path / "nobody", state="absent")
@@ -414,7 +413,7 @@ def test_a_container_is_known_by_its_traces(
 ) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(content)
-    facts = probe.examine_machine(tmp_path / "nobody", tmp_path, environ)
+    facts = command.examine_machine(tmp_path / "nobody", tmp_path, environ)
     assert (facts.container, facts.module, facts.namespace) == (kind, "", False)
 
 
@@ -422,11 +421,11 @@ def test_a_directory_is_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     tmp_path.chmod(0o710)
-    assert probe.examine_directory(tmp_path) == DirectoryFacts(tmp_path, owner=os.getuid(), mode=0o710)
-    assert probe.examine_directory(file).state == "something else"
-    assert probe.examine_directory(file / "below").state == "something else"
-    assert probe.examine_directory(tmp_path / "below").state == "absent"
-    assert "longer than" in probe.examine_directory(tmp_path / ("x" * 200)).invalid
+    assert command.examine_directory(tmp_path) == DirectoryFacts(tmp_path, owner=os.getuid(), mode=0o710)
+    assert command.examine_directory(file).state == "something else"
+    assert command.examine_directory(file / "below").state == "something else"
+    assert command.examine_directory(tmp_path / "below").state == "absent"
+    assert "longer than" in command.examine_directory(tmp_path / ("x" * 200)).invalid
 
 
 @pytest.mark.parametrize("below", ["", "run", "deep/run"])
@@ -435,7 +434,7 @@ def test_a_directory_that_serve_refuses_is_refused_by_the_doctor_in_the_same_wor
     shared.mkdir()
     shared.chmod(0o777)
     for _ in ("not there yet", "there"):
-        facts = probe.examine_directory(path)
+        facts = command.examine_directory(path)
         with pytest.raises(Denied) as refused, Directory(path):
             pass
         assert facts.exposed == refused.value.message
@@ -447,7 +446,7 @@ def test_a_folder_that_hides_the_directory_is_told(tmp_path: Path, monkeypatch: 
         raise PermissionError(path)
 
     monkeypatch.setattr(Path, "stat", refuse)  # root, as tests may run, passes everywhere
-    assert probe.examine_directory(tmp_path).state == "hidden"
+    assert command.examine_directory(tmp_path).state == "hidden"
 
 
 @pytest.mark.parametrize("name", ["memfd_create", "pidfd_open"])
@@ -456,13 +455,13 @@ def test_a_call_that_is_forbidden_is_a_fact(tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, name, refuse)
-    facts = probe.examine_machine(tmp_path / "nobody")
+    facts = command.examine_machine(tmp_path / "nobody")
     assert getattr(facts, name.split("_", maxsplit=1)[0]) == "Operation not permitted"
 
 
 def test_a_kernel_that_does_not_say_who_connects_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "SO_PEERPIDFD", 4711)
-    assert not probe.examine_machine(tmp_path / "nobody").peer_pidfd
+    monkeypatch.setattr(command, "SO_PEERPIDFD", 4711)
+    assert not command.examine_machine(tmp_path / "nobody").peer_pidfd
 
 
 def test_a_kernel_that_cannot_confine_a_gateway_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +469,7 @@ def test_a_kernel_that_cannot_confine_a_gateway_is_a_fact(tmp_path: Path, monkey
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(hardening, "_landlock_version", refuse)
-    facts = probe.examine_machine(tmp_path / "nobody")
+    facts = command.examine_machine(tmp_path / "nobody")
     assert "the kernel has no Landlock (Operation not supported)" in facts.unconfined
     assert list(facts.unconfined) == hardening.obstacles()
 
@@ -478,4 +477,4 @@ def test_a_kernel_that_cannot_confine_a_gateway_is_a_fact(tmp_path: Path, monkey
 def test_a_socket_that_a_dead_broker_left_is_no_absent_broker(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
         left.bind(str(tmp_path / "session.sock"))
-    assert probe.examine_broker(tmp_path).code == "unavailable"
+    assert command.examine_broker(tmp_path).code == "unavailable"
