@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -37,9 +37,6 @@ from cubroker.protocol.messages import (
 from cubroker.server.ledger.snapshot import PREFIX
 from cubroker.server.transport.reply_cache import LEASES, NO_RECEIPTS, Frame, Receipts, ReplyCache
 from cubroker.server.transport.session import SessionConnection
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
