@@ -13,7 +13,7 @@ from cubroker.driver.driver import Context, Driver, load, prepare
 from cubroker.driver.vmm import Physical, Reservation
 
 if TYPE_CHECKING:
-    from cubroker.driver.multicast import Granularity, Multicast, Window
+    from cubroker.driver.multicast import Multicast, Window
     from cubroker.driver.peer_access import Link, Peers
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Driver",
     "DriverError",
     "Event",
-    "Granularity",
     "Link",
     "Multicast",
     "MulticastOff",
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 _LATER = {
-    **dict.fromkeys(("Granularity", "Multicast", "Window"), "multicast"),
+    **dict.fromkeys(("Multicast", "Window"), "multicast"),
     **dict.fromkeys(("Link", "Peers"), "peer_access"),
 }
 """The modules of those names that most processes have no use for."""

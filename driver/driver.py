@@ -19,7 +19,7 @@ from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stre
 if TYPE_CHECKING:  # what a reader of a pool has no use for is imported where it is used
     from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
     from cubroker.driver.digest import Digester
-    from cubroker.driver.multicast import Granularity, Multicast, Window
+    from cubroker.driver.multicast import Multicast, Window
     from cubroker.driver.peer_access import Peers
 
 MAX_HOST_DEVICES = 64
@@ -134,13 +134,6 @@ class Driver:
         from cubroker.driver.multicast import Multicast
 
         return Multicast(self._calls, [self._device(index).index for index in indices], nbytes)
-
-    def multicast_granularity(self, indices: Sequence[int], nbytes: int) -> Granularity:
-        """Return the granularity of such an object."""
-        from cubroker.driver.multicast import granularity
-
-        devices = [self._device(index).index for index in indices]
-        return granularity(self._calls, len(devices), nbytes)
 
     def multicast_obstacle(self, index: int) -> str | None:
         """Return why that device cannot take part in multicast here, or None; no multicast call is made."""

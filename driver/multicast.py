@@ -46,15 +46,6 @@ _BLOCKS = 64
 """Threads and blocks of a launch at most: few of each keep all links of a device busy."""
 
 
-class Granularity(NamedTuple):
-    """The units of a multicast object, in bytes."""
-
-    #: Unit of the sizes and offsets of bindings.
-    minimum: int
-    #: Unit that the object's size should have.
-    recommended: int
-
-
 class _Binding(NamedTuple):
     device: int
     offset: int
@@ -94,27 +85,6 @@ class Multicast:
         self._bindings.append(_Binding(physical.device, offset, physical.nbytes))
         if not keep:
             self._memories.append(physical)
-
-    def bind_address(self, context: PrimaryContext, pointer: int, nbytes: int, *, offset: int = 0) -> None:
-        """Bind memory of the context's device by the address at which it is mapped here.
-
-        It must stay mapped there, and its :class:`Physical` unreleased, until after :meth:`unbind` or :meth:`release`.
-        """
-        with explained(REFUSALS), context.current():
-            self._calls.cuMulticastBindAddr(self._handle, offset, pointer, nbytes, 0)
-        self._bindings.append(_Binding(context.device.index, offset, nbytes))
-
-    def unbind(self, device: int, *, offset: int = 0) -> None:
-        """Undo the binding of a device at an offset, once no process stores there any more.
-
-        Memory that :meth:`bind` was given stays until :meth:`release`.
-        """
-        for binding in self._bindings:
-            if (binding.device, binding.offset) == (device, offset):
-                self._bindings.remove(binding)
-                self._unbind(binding)
-                return
-        raise ValueError(f"nothing of device {device} is bound at offset {offset}")
 
     def export(self) -> int:
         """Return a descriptor that another process can import; the caller closes it, and exec does.
@@ -250,12 +220,12 @@ def obstacle(calls: Calls, device: int) -> str | None:
     )
 
 
-def granularity(calls: Calls, devices: int, nbytes: int) -> Granularity:
-    """Return the granularity of an object of ``nbytes`` bytes for ``devices`` devices."""
+def granularity(calls: Calls, devices: int, nbytes: int) -> list[int]:
+    """Return the unit of the sizes and offsets of an object's bindings, and the one that its size should have."""
     properties, flags = _properties(calls.module, devices, nbytes), calls.module.CUmulticastGranularity_flags
     kinds = (flags.CU_MULTICAST_GRANULARITY_MINIMUM, flags.CU_MULTICAST_GRANULARITY_RECOMMENDED)
     with explained(REFUSALS):
-        return Granularity(*(int(calls.cuMulticastGetGranularity(properties, kind)) for kind in kinds))
+        return [int(calls.cuMulticastGetGranularity(properties, kind)) for kind in kinds]
 
 
 def rounded(calls: Calls, devices: Sequence[int], nbytes: int) -> int:

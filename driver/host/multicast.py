@@ -19,7 +19,7 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -507,12 +507,16 @@ class MulticastFunctions(MemoryFunctions, VirtualMemoryFunctions):
     def cuMulticastBindMem(
         self, mcHandle: Any, mcOffset: int, memHandle: Any, memOffset: int, size: int, flags: int
     ) -> None:
-        self._bind(mcHandle, mcOffset, memOffset, size, flags, lambda: (self.held(memHandle), memOffset))
-
-    @answers(0)
-    def cuMulticastBindAddr(self, mcHandle: Any, mcOffset: int, memptr: Any, size: int, flags: int) -> None:
-        pointer = int(memptr)
-        self._bind(mcHandle, mcOffset, pointer, size, flags, lambda: self._mapped(pointer, size))
+        check_blocks(size)
+        check(mcOffset % BLOCK == 0 and memOffset % BLOCK == 0 and not flags)
+        self.settle(mcHandle)
+        with self.lock:
+            team, physical = self._team(mcHandle), self.held(memHandle)
+            if not isinstance(physical, PhysicalMemory) or not physical.shareable or not physical.writable:
+                raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+            check(mcOffset + size <= team.nbytes and memOffset + size <= physical.nbytes)
+            check(physical.device in team.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
+            check(team.bind(physical, memOffset, mcOffset, size))
 
     @answers(0)
     def cuMulticastUnbind(self, mcHandle: Any, dev: Any, mcOffset: int, size: int) -> None:
@@ -582,30 +586,6 @@ class MulticastFunctions(MemoryFunctions, VirtualMemoryFunctions):
             with self.lock:
                 region.team.drop()
         return True
-
-    def _bind(
-        self, handle: Any, offset: int, place: int, nbytes: int, flags: int, find: Callable[[], tuple[Mappable, int]]
-    ) -> None:
-        """Bind the memory that ``find`` returns, and where in it the bytes begin."""
-        check_blocks(nbytes)
-        check(offset % BLOCK == 0 and place % BLOCK == 0 and not flags)
-        self.settle(handle)
-        with self.lock:
-            team, (physical, start) = self._team(handle), find()
-            if not isinstance(physical, PhysicalMemory) or not physical.shareable or not physical.writable:
-                raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
-            check(offset + nbytes <= team.nbytes and start + nbytes <= physical.nbytes)
-            check(physical.device in team.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
-            check(team.bind(physical, start, offset, nbytes))
-
-    def _mapped(self, pointer: int, nbytes: int) -> tuple[PhysicalMemory, int]:
-        """Return the memory at an address, which must have a handle here still, and the address's place in it."""
-        mapping = self.addresses.find(pointer, nbytes)
-        if isinstance(mapping, MappedRegion) and mapping.identity:
-            for held in self.handles.values():
-                if isinstance(held, PhysicalMemory) and held.shareable and held.identity == mapping.identity:
-                    return held, pointer - mapping.pointer
-        raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
 
     def _team(self, handle: Any) -> MulticastObject:
         held = self.held(handle)

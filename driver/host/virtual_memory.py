@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import system_calls
 from cubroker.driver.buffers import HANDLE_BYTES, handle_of
 from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
@@ -135,12 +134,7 @@ class PhysicalMemory:
 
     def mapped_at(self, pointer: int, reserved: AddressRange) -> MappedRegion:
         shared_memory.map_at(pointer, self.fd, self.nbytes)
-        return MappedRegion(self.device, pointer, self.nbytes, reserved, self.identity, writable=self.writable)
-
-    @property
-    def identity(self) -> system_calls.FileId:
-        """The file, which all handles and mappings of the same memory have in common."""
-        return system_calls.file_id(self.fd)
+        return MappedRegion(self.device, pointer, self.nbytes, reserved, writable=self.writable)
 
     @property
     def writable(self) -> bool:
@@ -178,8 +172,6 @@ class MappedRegion(Region):
     """All of some memory, mapped at an address."""
 
     range: AddressRange
-    #: The same in every mapping of the same memory.
-    identity: system_calls.FileId | None = None
     #: Whether the memory was not lent for reading.
     writable: bool = True
     #: The access that was set, as bits, by device.

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from cubroker.driver import Context, Driver
+from cubroker.driver.multicast import granularity
 from tests.unit.driver.conformance_vmm import GRANULE, failing
 from tests.unit.driver.multicast_setup import TEXT, MulticastSetup, replicate
 from tests.unit.driver.other_process import OtherProcess
@@ -31,7 +32,7 @@ def test_multicast_is_to_be_had_with_two_devices(driver: Driver) -> None:
 
 
 def test_the_size_is_a_multiple_of_every_granularity(driver: Driver) -> None:
-    minimum, recommended = driver.multicast_granularity((0, 1), GRANULE)
+    minimum, recommended = granularity(driver._calls, 2, GRANULE)
     assert minimum % driver.granularity(0) == 0
     assert recommended % minimum == 0
     for asked, given in ((1, 1), (recommended, 1), (recommended + 1, 2), (3 * recommended, 3)):
@@ -129,44 +130,11 @@ def test_what_is_bound_later_is_stored_to_as_well(
 # -- binding -------------------------------------------------------------------------------------------
 
 
-def test_memory_is_bound_by_its_address_too(driver: Driver) -> None:
-    with ExitStack() as undo:
-        team, places = driver.multicast((0, 1), GRANULE), []
-        for index in (0, 1):
-            physical, here = driver.create(index, GRANULE), driver.context(index)
-            undo.callback(physical.release)
-            descriptor = physical.export()
-            reservation = undo.enter_context(here.reserve(GRANULE))
-            reservation.map(descriptor, readonly=False)
-            os.close(descriptor)
-            team.bind_address(here, reservation.pointer, GRANULE)
-            places.append(reservation.pointer)
-        undo.callback(team.release)
-        window = undo.enter_context(here.window(team.nbytes))
-        descriptor = team.export()
-        window.map(descriptor)
-        os.close(descriptor)
-        here.write(places[1] + 32, TEXT)
-        window.broadcast(places[1] + 32, window.pointer, 16)
-        assert [driver.context(index).read(place, 16) for index, place in enumerate(places)] == [TEXT, TEXT]
-
-
-def test_what_is_unbound_is_stored_to_no_more(multicast: MulticastSetup) -> None:
-    multicast.team.unbind(1)
-    with failing("cuLaunchKernel"):
-        multicast.window.broadcast(multicast.source, multicast.window.pointer, 16)
-    assert multicast.stored() == [bytes(16)] * 2
-    with pytest.raises(ValueError, match="nothing of device 1 is bound at offset 0"):
-        multicast.team.unbind(1)
-
-
 def test_what_cannot_be_bound_stays_the_callers(driver: Driver, multicast: MulticastSetup) -> None:
     physical = driver.create(0, GRANULE)
     for offset in (0, 1, multicast.team.nbytes):
         with failing("cuMulticastBindMem", "CUDA_ERROR_INVALID_VALUE"):
             multicast.team.bind(physical, offset=offset)
-    with failing("cuMulticastBindAddr", "CUDA_ERROR_INVALID_VALUE"):
-        multicast.team.bind_address(multicast.contexts[0], multicast.source, GRANULE, offset=GRANULE)
     physical.release()
 
 
@@ -196,7 +164,7 @@ def test_a_window_outlives_the_objects_maker(driver: Driver, context: Context, e
         descriptor, *memories = maker.make_team([0, 1], GRANULE)
         for each in (descriptor, *memories):
             undo.callback(os.close, each)
-        nbytes = driver.multicast_granularity((0, 1), GRANULE).recommended
+        _, nbytes = granularity(driver._calls, 2, GRANULE)
         window = undo.enter_context(context.window(nbytes))
         window.map(descriptor)
         source, other = (undo.enter_context(driver.context(index).reserve(GRANULE)) for index in (0, 1))
