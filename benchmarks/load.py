@@ -29,6 +29,10 @@ LATER = 3
 
 PIECE = 1 << 30
 
+SCRUBBING = 0.3
+"""Seconds that the driver may take to scrub memory of 8 GB that was freed, during which copies are slower: a pinned copy
+of 8 GB took 164 ms right after that, and else 145."""
+
 
 class Turn(NamedTuple):
     """Seconds of one pinned copy and of the load after it."""
@@ -111,10 +115,12 @@ def take_turns(
 
 
 def retire(broker: Broker, pool: str) -> None:
-    """Take a pool out of service, and return when its memory is free: the next load need not wait for that."""
+    """Take a pool out of service, and return when its memory is free, and nothing of that slows what comes next."""
     broker.retire(pool)
     while broker.pools():
         sleep(0.001)
+    if not broker.driver.host:
+        sleep(SCRUBBING)
 
 
 @contextmanager

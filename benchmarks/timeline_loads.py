@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import model_weights, spans
 from benchmarks.load import POOL, retire
 from cubroker.client import Broker
+from cubroker.client.devices import contexts
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import load
 
@@ -19,6 +20,7 @@ def main() -> None:
     directory, path, share, loads, over, _ = sys.argv[1:]
     with Broker(directory) as broker:
         where = destination(broker, Path(path), over)
+        contexts(broker.driver, broker.driver.devices)
         for _ in range(int(loads)):
             sleep(0.2)
             began = perf_counter()

@@ -5,6 +5,7 @@ A subcommand's module is imported when the subcommand runs, so that ``cubroker -
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -73,6 +74,9 @@ HANDLED_LATER = {
 DRIVEN = {"load"}
 """Subcommands that copy to devices: CUDA is initialized while their modules are imported, which takes as long."""
 
+DESCRIPTORS = 200
+"""Descriptors that a subcommand which copies may come to have; CUDA has 40 of them, and reads 16 for each device."""
+
 
 class Commands(click.Group):
     """The group of all subcommands, which imports only the one that runs."""
@@ -86,6 +90,7 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name in DRIVEN:
+            _make_room()
             Thread(target=_initialize_cuda, name="cubroker-cuda").start()
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(f"cubroker.cli.{module}"), attribute)
@@ -115,6 +120,12 @@ class Commands(click.Group):
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+def _make_room() -> None:
+    """Have room in the kernel's table of descriptors: as long as there is one thread, it grows at once."""
+    with suppress(OSError):  # there may be no more
+        os.close(fcntl.fcntl(sys.stderr.fileno(), fcntl.F_DUPFD_CLOEXEC, DESCRIPTORS))
 
 
 def _initialize_cuda() -> None:

@@ -234,7 +234,7 @@ class Sources:
         first, sizes = targets[0].context, draft.layout.allocations
         try:
             with FileCopy("cubroker-publish", lambda: first, besides=besides) as copy:
-                copy.plan(files, stored, sizes, homes_of(targets), in_turn=False)
+                copy.plan(files, stored, sizes, homes_of(targets))
                 copy.into(targets)
         except DriverError as error:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error

@@ -43,6 +43,9 @@ MANY = 4
 SMALL = 256 << 10
 """Bytes of a chunk that are read sooner than handed over to another thread."""
 
+ROOM = 96
+"""Descriptors that a load adds, as a rule: CUDA some 40 with its first context, and reads 16 for each device."""
+
 SPARE = 64
 """Descriptors that are left to the rest of the process, such as those of the memory that is being loaded."""
 
@@ -92,7 +95,7 @@ def has_many_pieces(chunk: Chunk) -> bool:
 
 
 def make_room() -> None:
-    """Have room in the kernel's table for the descriptors of one thread's reads of one file.
+    """Have room in the kernel's table for the descriptors of a load.
 
     To go past 64 descriptors, and past each doubling, takes 25 to 50 ms where a process has several threads: the kernel
     waits until none of them uses the table as it was.
@@ -101,7 +104,8 @@ def make_room() -> None:
         with suppress(OSError):  # there may be no more, and then parts are read by Python
             first = os.open("/", os.O_PATH | os.O_CLOEXEC)
             try:
-                os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, first + USUAL_PARTS))
+                least = min(first + ROOM, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
+                os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, least))
             finally:
                 os.close(first)
 

@@ -51,6 +51,10 @@ limit. With 32 MiB the rings outgrow the caches: 55 GB/s."""
 RING_DEPTH = 4
 """Buffers of a ring: three are read into while one is copied from."""
 
+TURN = RING_DEPTH
+"""Chunks of a file in a row. Chunks in a ring share their file's descriptors, and at each change of file a chunk needs
+others; yet more than one file is read at once, as file systems with a server for each of them want it."""
+
 PYTHON_READERS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
 """Python threads that read what the C library does not, for any number of devices: they all need the interpreter.
 Beside an H200 with 32 cores 12 read at 43 GB/s and 8 at 37; with 16 cores 8 read faster than 12."""
@@ -123,8 +127,6 @@ class FileCopy(SupervisedThread[float]):
         tensors: Iterable[tuple[StoredTensor, TensorSpec]],
         sizes: Sequence[int],
         homes: Sequence[Hashable] = (),
-        *,
-        in_turn: bool = True,
     ) -> None:
         """Say what is to be copied.
 
@@ -134,13 +136,12 @@ class FileCopy(SupervisedThread[float]):
             sizes: bytes of each allocation.
             homes: for each allocation the device that it is on, by anything that tells it from the others; none if each
                 of those that files are read into has all.
-            in_turn: whether files take turns, rather than being read one after the other.
         """
         stored = tuple(tensors)
         self._files, self._sizes = files, sizes
         numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
         self._homes = [numbers[home] for home in homes]
-        self._cut = lambda: read_plan(stored, CHUNK, in_turn=in_turn)
+        self._cut = lambda: read_plan(stored, CHUNK, TURN)
         self._total = sum(entry.nbytes for entry, _ in stored)
         self._counts = [0] * max(len(numbers), 1)
         self._planned.set(None)

@@ -104,21 +104,15 @@ class Chunk:
             end = place + count
 
 
-def read_plan(
-    tensors: Iterable[tuple[StoredTensor, TensorSpec]],
-    limit: int,
-    *,
-    in_turn: bool = True,
-) -> list[Chunk]:
+def read_plan(tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, turn: int = 1) -> list[Chunk]:
     """Cut tensors into chunks whose images have at most ``limit`` bytes.
 
-    Tensors that follow each other both in their file and in their allocation share chunks. Chunks of different files
-    take turns: threads that take one after the other read all files at once. Without ``in_turn`` files come one after
-    the other.
+    Tensors that follow each other both in their file and in their allocation share chunks. Files take turns, each of
+    ``turn`` chunks.
     """
     lanes: dict[int, list[Chunk]] = {}
     for run in _runs(tensors):
-        chunks = lanes.setdefault(run.file if in_turn else 0, [])
+        chunks = lanes.setdefault(run.file, [])
         done = 0
         if chunks and chunks[-1].takes(run, limit):
             place = run.start - chunks[-1].start
@@ -127,7 +121,8 @@ def read_plan(
         for begin in range(done, run.nbytes, limit):
             count = min(run.nbytes - begin, limit)
             chunks.append(Chunk(run.file, run.offset + begin, run.allocation, run.start + begin, [(0, count)], count))
-    return [chunk for chunk in chain.from_iterable(zip_longest(*lanes.values())) if chunk]
+    turns = [[lane[first : first + turn] for first in range(0, len(lane), turn)] for lane in lanes.values()]
+    return [*chain.from_iterable(chain.from_iterable(zip_longest(*turns, fillvalue=[])))]
 
 
 class ChunkQueues:
@@ -167,18 +162,19 @@ class _Run(NamedTuple):
 
 def _runs(tensors: Iterable[tuple[StoredTensor, TensorSpec]]) -> Iterator[_Run]:
     """Join tensors whose bytes follow each other without a gap: as a rule nearly all of a file's."""
-    last = _Run(0, 0, 0, 0, 0)
+    file = offset = allocation = start = nbytes = 0  # of the run that grows
     for entry, spec in tensors:
-        file, offset, allocation, start, nbytes = last
         if (
             offset + nbytes == entry.offset
             and start + nbytes == spec.offset
-            and (file, allocation) == (entry.file, spec.allocation)
+            and file == entry.file
+            and allocation == spec.allocation
         ):
-            last = _Run(file, offset, allocation, start, nbytes + entry.nbytes)
+            nbytes += entry.nbytes
             continue
         if nbytes:
-            yield last
-        last = _Run(entry.file, entry.offset, spec.allocation, spec.offset, entry.nbytes)
-    if last.nbytes:
-        yield last
+            yield _Run(file, offset, allocation, start, nbytes)
+        file, offset, nbytes = entry.file, entry.offset, entry.nbytes
+        allocation, start = spec.allocation, spec.offset
+    if nbytes:
+        yield _Run(file, offset, allocation, start, nbytes)
