@@ -30,7 +30,7 @@ LATER = 3
 PIECE = 1 << 30
 
 SCRUBBING = 0.3
-"""Seconds that the driver may take to scrub memory of 8 GB that was freed, during which copies are slower: a pinned copy
+"""Seconds that the driver may take to scrub memory of 8 GB that was freed. Copies are slower meanwhile: a pinned one
 of 8 GB took 164 ms right after that, and else 145."""
 
 

@@ -57,8 +57,6 @@ HANDSHAKE = 10_000  #: Milliseconds that a peer may take to begin speaking ZMTP.
 NOT_LAST = zmq.SNDMORE | zmq.NOBLOCK
 READ_AND_WRITE = zmq.POLLIN | zmq.POLLOUT  #: Worked out once: joining two flags takes longer than sending a message.
 
-_READ = 1 << 20
-
 LARGE = 64 << 10  #: Bytes of a request past which it is set aside.
 MAX_ASIDE = 32 << 20  #: Bytes of requests that are set aside for one client.
 MAX_ALL_ASIDE = 256 << 20  #: Bytes of requests that are set aside for all clients together.
@@ -148,6 +146,7 @@ class Gateway:
         self._router = router
         self._intake = Intake(router)
         self._inbound = framing.BatchDecoder()
+        self._received = framing.room()
         self._unsent = memoryview(framing.encode(()))  # "I am listening"
         self._poller = zmq.Poller()
 
@@ -173,12 +172,12 @@ class Gateway:
     def _read(self) -> bool:
         """Deliver what the broker sent; False at its end."""
         try:
-            data = self._pipe.recv(_READ)
+            size = self._pipe.recv_into(self._received)
         except ConnectionError:
             return False
-        for batch in self._inbound.feed(data):
+        for batch in self._inbound.feed(self._received[:size]):
             self._deliver(batch)
-        return bool(data)
+        return size > 0
 
     def _write(self) -> None:
         # Full: there will be room. Broken: the broker is gone, which the next read shows.

@@ -79,7 +79,7 @@ class RequestDecoder(framing.BatchDecoder):
         self._digest: Digest | None = None  # of the layout in it
         self._start = 0  # where that begins
 
-    def feed(self, data: bytes) -> list[list[bytes]]:
+    def feed(self, data: bytes | memoryview) -> list[list[bytes]]:
         """Add received bytes and return the batches that are whole now.
 
         Raises:
@@ -110,7 +110,7 @@ class RequestDecoder(framing.BatchDecoder):
         return [routing, whole]
 
 
-class GatewayConnection(asyncio.Protocol):
+class GatewayConnection(asyncio.BufferedProtocol):
     """Reads batches of requests and writes batches of replies; stops reading while the gateway is far behind."""
 
     _transport: asyncio.Transport
@@ -127,6 +127,7 @@ class GatewayConnection(asyncio.Protocol):
         #: A frame that is sent back at once to its sender, before all that waits. No client knows it.
         self.question = os.urandom(16)
         self._batches = RequestDecoder()
+        self._received = framing.room()
         #: Frames of requests that are not handed over yet.
         self._frames: deque[bytes] = deque()
         #: Past HIGH_WATER, until the gateway has taken most of it.
@@ -175,13 +176,17 @@ class GatewayConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(HIGH_WATER)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go."""
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Hand over all whole batches as one, so that they are journaled and answered together.
 
         Where these are too many, the rest follows in the next rounds of the loop, and nothing is read until it has.
         """
         try:
-            whole = self._batches.feed(data) if data else []
+            whole = self._batches.feed(self._received[:nbytes]) if nbytes else []
         except ValueError as error:
             log.error("the gateway sent what is no batch (%s); it is started again", error)
             return self.close()
@@ -190,7 +195,7 @@ class GatewayConnection(asyncio.Protocol):
         self._frames.extend(chain.from_iterable(map(self._return_questions, whole)))
         if self.queue is None:
             self._frames.clear()
-        elif self._frames or not data:
+        elif self._frames or not nbytes:
             try:
                 self.queue.put(BatchReceived(self._next_frames()))
             except BaseException:
@@ -231,7 +236,7 @@ class GatewayConnection(asyncio.Protocol):
 
     def _resume(self) -> None:
         self._resuming = False
-        self.data_received(b"")
+        self.buffer_updated(0)
 
     def _next_frames(self) -> Iterator[bytes]:
         """Yield frames, in pairs, until the gateway is far behind."""

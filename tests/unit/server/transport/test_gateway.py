@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,21 @@ def test_an_answer_for_nobody_is_dropped(bench: Bench) -> None:
     ((routing, _),) = bench.requests(1)
     bench.broker.sendall(encode([b"nobody", b"lost", routing, b"found"]))
     assert bench.client.recv() == b"found"
+
+
+def test_answers_are_read_into_room_that_is_there_already(bench: Bench) -> None:
+    bench.client.send(b"request")
+    ((routing, _),) = bench.requests(1)
+    answer = bytes(10_000)
+    batch = encode([routing, answer])
+    tracemalloc.start()
+    try:
+        for _ in range(2 * framing.FULL // len(answer)):
+            bench.broker.sendall(batch)
+            assert bench.client.recv() == answer
+        assert tracemalloc.get_traced_memory()[1] < framing.READ // 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_answers_that_a_client_does_not_read_are_dropped_past_a_bound(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -154,6 +155,24 @@ def test_batches_that_come_together_are_handed_over_as_one() -> None:
             await until(lambda: received)
             assert connection.listening.done()
             assert received == [REQUESTS + others]
+
+    run(test())
+
+
+def test_requests_are_read_into_room_that_is_there_already() -> None:
+    async def test() -> None:
+        async with connected() as (_, gateway, received):
+            frame = bytes(10_000)
+            batch = framing.encode([b"id", frame])
+            tracemalloc.start()
+            try:
+                for _ in range(2 * framing.FULL // len(frame)):
+                    gateway.send(batch)
+                    await until(lambda: received)
+                    assert received.pop() == [b"id", frame]
+                assert tracemalloc.get_traced_memory()[1] < framing.READ // 2
+            finally:
+                tracemalloc.stop()
 
     run(test())
 
