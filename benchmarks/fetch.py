@@ -33,7 +33,7 @@ from benchmarks.report import Figure, median
 from cubroker import driver
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
-from cubroker.integrations.cluster import identity as certificates
+from cubroker.integrations.cluster import identity
 from cubroker.integrations.cluster.fetch import fetch
 from cubroker.server.hardening import python_command
 
@@ -191,8 +191,8 @@ def _between_gpus(plan: Plan, share: str) -> list[Figure]:
     with ExitStack() as undo:
         source, target = (undo.enter_context(serving(devices)) for devices in ("cuda:0", last))
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
-        certificates.make_authority(folder / "authority")
-        certificates.issue(folder / "authority", folder / "host", "root", [HOST])
+        identity.make_authority(folder / "authority")
+        identity.issue(folder / "authority", folder / "host", "root", [HOST])
         with model_weights.in_memory(tensors) as path, Broker(source.directory) as broker:
             load(broker, POOL, path, share=share, digest=True)
         address = undo.enter_context(_exporting(source.directory, folder / "host"))

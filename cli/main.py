@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -74,8 +75,8 @@ HANDLED_LATER = {
 DRIVEN = {"load"}
 """Subcommands that copy to devices: CUDA is initialized while their modules are imported, which takes as long."""
 
-DESCRIPTORS = 200
-"""Descriptors that a subcommand which copies may come to have; CUDA has 40 of them, and reads 16 for each device."""
+DESCRIPTORS = 250
+"""Descriptors that a subcommand which copies may come to have; CUDA has 40 of them, and reads of each device 32."""
 
 
 class Commands(click.Group):
@@ -125,7 +126,12 @@ class Commands(click.Group):
 def _make_room() -> None:
     """Have room in the kernel's table of descriptors: as long as there is one thread, it grows at once."""
     with suppress(OSError):  # there may be no more
-        os.close(fcntl.fcntl(sys.stderr.fileno(), fcntl.F_DUPFD_CLOEXEC, DESCRIPTORS))
+        first = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        try:
+            least = min(DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
+            os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, least))
+        finally:
+            os.close(first)
 
 
 def _initialize_cuda() -> None:

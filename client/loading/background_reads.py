@@ -43,8 +43,9 @@ MANY = 4
 SMALL = 256 << 10
 """Bytes of a chunk that are read sooner than handed over to another thread."""
 
-ROOM = 96
-"""Descriptors that a load adds, as a rule: CUDA some 40 with its first context, and reads 16 for each device."""
+ROOM = 112
+"""Descriptors that a load adds, as a rule: CUDA some 40 with its first context, and the reads of each device 16, or 32
+where they come to another file."""
 
 SPARE = 64
 """Descriptors that are left to the rest of the process, such as those of the memory that is being loaded."""

@@ -108,7 +108,7 @@ def read_plan(tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, tu
     """Cut tensors into chunks whose images have at most ``limit`` bytes.
 
     Tensors that follow each other both in their file and in their allocation share chunks. Files take turns, each of
-    ``turn`` chunks.
+    ``turn`` chunks, and in its last one of the rest, too.
     """
     lanes: dict[int, list[Chunk]] = {}
     for run in _runs(tensors):
@@ -121,8 +121,15 @@ def read_plan(tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, tu
         for begin in range(done, run.nbytes, limit):
             count = min(run.nbytes - begin, limit)
             chunks.append(Chunk(run.file, run.offset + begin, run.allocation, run.start + begin, [(0, count)], count))
-    turns = [[lane[first : first + turn] for first in range(0, len(lane), turn)] for lane in lanes.values()]
+    turns = [[*_turns(lane, turn)] for lane in lanes.values()]
     return [*chain.from_iterable(chain.from_iterable(zip_longest(*turns, fillvalue=[])))]
+
+
+def _turns(chunks: list[Chunk], turn: int) -> Iterator[list[Chunk]]:
+    last = max(len(chunks) // turn - 1, 0) * turn
+    for first in range(0, last, turn):
+        yield chunks[first : first + turn]
+    yield chunks[last:]
 
 
 class ChunkQueues:

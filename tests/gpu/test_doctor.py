@@ -33,7 +33,7 @@ def test_memory_of_every_gpu_is_shared_by_handle_and_by_descriptor(tmp_path: Pat
     assert found["driver"]["why"].startswith(f"serves CUDA {driver.version // 1000}.")
 
 
-def test_multicast_that_is_switched_off_is_explained_by_its_guard(tmp_path: Path) -> None:
+def test_multicast_that_is_switched_off_is_explained(tmp_path: Path) -> None:
     env = environment(NCCL_NVLS_ENABLE="0")
     document = json.loads(run("doctor", "--json", "--directory", tmp_path / "nobody", env=env).stdout)
     objection = checked_calls.multicast_objection(env)

@@ -366,7 +366,7 @@ def follow(part: Workload) -> None:
 
 def follow_switch(part: Workload) -> None:
     """Take each version in place, until the third."""
-    pool = part.keep(part.broker.attach(part.name, version=1))
+    pool = part.keep(part.broker.attach(part.name))  # the second, if its writer was faster
     with pool.follow(switch=True, timeout=WAIT) as versions:
         while pool.version < 3:
             next(versions)

@@ -35,9 +35,7 @@ class Both:
 
     def __getattr__(self, name: str) -> Any:
         ours = getattr(self.host, name)
-        offered = name.startswith("cu") and not name.startswith(
-            checked_calls.MULTICAST_PREFIX
-        )  # those only the guard lets through
+        offered = name.startswith("cu") and not name.startswith(checked_calls.MULTICAST_PREFIX)  # those may be refused
         return self._both(name, ours) if offered else ours
 
     def _both(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:

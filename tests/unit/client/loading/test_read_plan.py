@@ -26,6 +26,8 @@ def test_chunks_keep_to_their_limits_and_files_take_turns(tmp_path: Path) -> Non
     assert sum(chunk.nbytes for chunk in plan) == checkpoint.nbytes
     assert [chunk.file for chunk in plan[:4]] == [0, 1, 0, 1]
     assert threes[:4] == [(0, 3), (1, 3), (0, 3), (1, 3)]
+    assert min(count for _, count in threes) >= 3, "the rest is no turn of its own"
+    assert sum(count for _, count in threes) == len(read_plan(stored, 10_000))
 
 
 def test_tensors_without_gaps_between_them_are_read_as_one_run() -> None:

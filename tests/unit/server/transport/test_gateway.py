@@ -130,6 +130,18 @@ def test_answers_are_read_into_room_that_is_there_already(bench: Bench) -> None:
         tracemalloc.stop()
 
 
+def test_a_decoder_keeps_no_room_for_the_largest_batch_that_came() -> None:
+    batch = memoryview(encode([b"routing", bytes(15 << 20)]))
+    tracemalloc.start()
+    try:
+        decoder = BatchDecoder()
+        for start in range(0, len(batch), framing.READ):
+            decoder.feed(batch[start : start + framing.READ])
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_answers_that_a_client_does_not_read_are_dropped_past_a_bound(bench: Bench) -> None:
     bench.client.send(b"request")
     ((routing, _),) = bench.requests(1)
