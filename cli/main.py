@@ -5,9 +5,7 @@ A subcommand's module is imported when the subcommand runs, so that ``cubroker -
 
 from __future__ import annotations
 
-import fcntl
 import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -75,8 +73,8 @@ HANDLED_LATER = {
 DRIVEN = {"load"}
 """Subcommands that copy to devices: CUDA is initialized while their modules are imported, which takes as long."""
 
-DESCRIPTORS = 250
-"""Descriptors that a subcommand which copies may come to have; CUDA has 40 of them, and reads of each device 32."""
+DESCRIPTORS = 200
+"""Descriptors that such a subcommand may add; CUDA has 40 of them, and the reads of each device 32."""
 
 
 class Commands(click.Group):
@@ -91,7 +89,9 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name in DRIVEN:
-            _make_room()
+            from cubroker.driver.system_calls import make_room
+
+            make_room(DESCRIPTORS)  # before there is another thread
             Thread(target=_initialize_cuda, name="cubroker-cuda").start()
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(f"cubroker.cli.{module}"), attribute)
@@ -121,17 +121,6 @@ class Commands(click.Group):
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
-
-
-def _make_room() -> None:
-    """Have room in the kernel's table of descriptors: as long as there is one thread, it grows at once."""
-    with suppress(OSError):  # there may be no more
-        first = os.open("/", os.O_PATH | os.O_CLOEXEC)
-        try:
-            least = min(DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
-            os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, least))
-        finally:
-            os.close(first)
 
 
 def _initialize_cuda() -> None:

@@ -1,4 +1,4 @@
-"""Linux calls and constants that a Python built against an older C library does not name, and futexes.
+"""Linux calls and constants that a Python built against an older C library does not name, futexes and descriptors.
 
 The Pythons of conda and many of uv's are built so, to run anywhere.
 """
@@ -6,9 +6,12 @@ The Pythons of conda and many of uv's are built so, to run anywhere.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +64,21 @@ def pidfd_open(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _checked(_syscall(_PIDFD_OPEN, pid, 0))
+
+
+def make_room(count: int) -> None:
+    """Have room for so many more descriptors in the kernel's table of this process, as far as its limit allows.
+
+    To go past 64 descriptors, and past each doubling, takes 25 to 50 ms where a process has several threads, and the
+    thread that needs one waits: none may use the table as it was. With one thread it takes no time.
+    """
+    with suppress(OSError):  # there may be no more
+        first = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        try:
+            least = min(first + count, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
+            os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, least))
+        finally:
+            os.close(first)
 
 
 def futex_wait(address: int, value: int) -> None:

@@ -13,7 +13,6 @@ that its threads have not come along, and the child would wait for ever.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
 import resource
@@ -42,10 +41,6 @@ MANY = 4
 
 SMALL = 256 << 10
 """Bytes of a chunk that are read sooner than handed over to another thread."""
-
-ROOM = 112
-"""Descriptors that a load adds, as a rule: CUDA some 40 with its first context, and the reads of each device 16, or 32
-where they come to another file."""
 
 SPARE = 64
 """Descriptors that are left to the rest of the process, such as those of the memory that is being loaded."""
@@ -93,22 +88,6 @@ def reads_in_c(files: Sequence[Readable]) -> bool:
 def has_many_pieces(chunk: Chunk) -> bool:
     """Whether Python's threads read a chunk of a file faster than the C library, which takes each piece by itself."""
     return len(chunk.pieces) > MANY * USUAL_PARTS
-
-
-def make_room() -> None:
-    """Have room in the kernel's table for the descriptors of a load.
-
-    To go past 64 descriptors, and past each doubling, takes 25 to 50 ms where a process has several threads: the kernel
-    waits until none of them uses the table as it was.
-    """
-    if posix_aio.usable:
-        with suppress(OSError):  # there may be no more, and then parts are read by Python
-            first = os.open("/", os.O_PATH | os.O_CLOEXEC)
-            try:
-                least = min(first + ROOM, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
-                os.close(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, least))
-            finally:
-                os.close(first)
 
 
 # -- by Python's threads ---------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from cubroker.client.loading.background_reads import (
     Readers,
     Reads,
     has_many_pieces,
-    make_room,
     reads_in_c,
     reads_of,
 )
@@ -39,6 +38,7 @@ from cubroker.client.loading.targets import PeerCopies, Target, copy_between_dev
 from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads
 from cubroker.client.transport.requests import PART, Future
 from cubroker.driver import Context, DriverError, Event, Stream
+from cubroker.driver.system_calls import make_room
 from cubroker.protocol.layout import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ RING_DEPTH = 4
 TURN = RING_DEPTH
 """Chunks of a file in a row. Chunks in a ring share their file's descriptors, and at each change of file a chunk needs
 others; yet more than one file is read at once, as file systems with a server for each of them want it."""
+
+ROOM = 112
+"""Descriptors that a load adds, as a rule: CUDA some 40 with its first context, and the reads of each device 16, or 32
+where they come to another file."""
 
 PYTHON_READERS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
 """Python threads that read what the C library does not, for any number of devices: they all need the interpreter.
@@ -181,7 +185,7 @@ class FileCopy(SupervisedThread[float]):
         """See :class:`SupervisedThread`."""
         with WorkerThreads(1, self._name, self._todo) as room:
             if not self._planned.done():
-                room.submit(make_room)
+                room.submit(make_room, ROOM)
                 self._context()
             self._await(self._planned)
             seconds = self._copy_chunks() if self._total and not self.dropped else 0.0

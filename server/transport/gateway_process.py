@@ -183,7 +183,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Hand over all whole batches as one, so that they are journaled and answered together.
 
-        Where these are too many, the rest follows in the next rounds of the loop, and nothing is read until it has.
+        Where these are too many, the rest follows in the next rounds of the loop, and nothing is read until it has:
+        those rounds (:meth:`_resume`) have no new bytes.
         """
         try:
             whole = self._batches.feed(self._received[:nbytes]) if nbytes else []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import resource
 import select
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.driver import system_calls
+from tests.unit.driver.mapping_commands import in_child
 
 
 @pytest.fixture(params=["named", "not named"], autouse=True)
@@ -56,3 +59,20 @@ def test_the_numbers_are_those_that_other_pythons_name() -> None:
     names = [name for name in vars(system_calls) if name.startswith("F_")]
     assert [getattr(system_calls, name) for name in names] == [getattr(fcntl, name) for name in names]
     assert (system_calls.MFD_CLOEXEC, system_calls.MFD_ALLOW_SEALING) == (os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_kernel_has_room_for_more_descriptors_as_far_as_the_limit_allows(limited: bool) -> None:
+    def size() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"^FDSize:\s*(\d+)", status, re.MULTILINE)[0])
+
+    def grow() -> str:
+        before = size()
+        if limited:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before, before))
+        opened = len([*Path("/proc/self/fd").iterdir()])
+        system_calls.make_room(before)
+        return f"{size() > before} {len([*Path('/proc/self/fd').iterdir()]) - opened}"
+
+    assert in_child(grow) == f"{not limited} 0"
