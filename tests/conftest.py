@@ -16,7 +16,7 @@ import pytest
 
 from tests import forkserver, sampling
 from tests.brokers import BrokerProcess, serving
-from tests.measuring import campaigning, collecting
+from tests.measuring import campaigning, collecting, fork_without_its_lock
 
 # A shell starts what it runs in the background with SIGINT ignored, and so do our children then: no test of an
 # interrupt could pass. A handler, unlike SIG_IGN, does not outlive an exec.
@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     measured = coverage.Coverage.current()
     if measured and "PYTEST_XDIST_WORKER" not in os.environ and getattr(config.option, "numprocesses", None):
         measured.stop()
+    fork_without_its_lock()
 
 
 def pytest_report_header() -> str:

@@ -22,6 +22,19 @@ VARIABLES = "COVERAGE_"
 """What the variables begin with that have children measured."""
 
 
+def fork_without_its_lock() -> None:
+    """Have no thread hold coverage's lock where this process forks: no child could take it, and all take it to end.
+
+    Coverage 7.17 does not see to that. A thread holds it where it first comes to a file.
+    """
+    if measured := coverage.Coverage.current():
+        collector = measured._collector
+        assert collector
+        os.register_at_fork(
+            before=collector.lock_data, after_in_parent=collector.unlock_data, after_in_child=collector.unlock_data
+        )
+
+
 @contextmanager
 def unmeasured() -> Iterator[None]:
     """Within a ``with`` block the coverage of a process of pytest-xdist is not measured, which takes time."""
