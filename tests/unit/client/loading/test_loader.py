@@ -24,6 +24,7 @@ from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
 from tests import checkpoints, forkserver
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.unit.client.scripts import run
 
 TENSORS = checkpoints.filled((*checkpoints.EVERY_DTYPE, *checkpoints.ODD_SHAPES, ("large", "F32", (700, 1001))))
 
@@ -284,6 +285,31 @@ def test_of_many_loaders_at_once_one_loads(client: Broker, start: Callable[[str]
     assert {result["version"] for result in results} == {1}
     assert [(info.version, info.state) for info in client.pools()] == [(1, "current")]
     assert contents(client, name, 0) == TENSORS
+
+
+def test_the_c_library_reads_with_few_threads_where_there_are_few_cores(
+    lender: BrokerProcess, client: Broker, tmp_path: Path, name: str
+) -> None:
+    path = checkpoints.write(tmp_path / "large.safetensors", {"large": ("U8", (40 << 20,), bytes(40 << 20))})
+    done = run(
+        lender,
+        """
+        from cubroker.client.loading.loader import load
+
+        def others():
+            return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        with Broker(directory) as broker:
+            before = others()
+            load(broker, *sys.argv[2:])
+            print(others() - before)  # those that read stay for a second
+        """,
+        name,
+        str(path),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) <= background_reads.MIN_AIO_THREADS
 
 
 def test_when_the_loader_is_killed_one_that_waits_takes_over(
