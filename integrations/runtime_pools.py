@@ -222,7 +222,7 @@ def publish(
 
     Raises:
         Invalid: a tensor has no data, or is more than its memory (sparse, quantized by torch, a subclass that wraps
-            others), by name; or ``source`` has another length.
+            others), by name; the module has another structure than ``like`` says; or ``source`` has another length.
         CubrokerError: as :meth:`Broker.publish`.
     """
     if len(source) != SOURCE_BYTES:
@@ -234,14 +234,32 @@ def publish(
         private = {entry.name for entry in like.entries if entry.constant}
         attributes, consumed = like.attributes, like.consumed
     entries, arrays = _described(model, written, private, names)
-    if like is not None:
-        ours = {entry.name: entry for entry in entries}
-        entries = [msgspec.structs.replace(ours.get(each.name, each), object=each.object) for each in like.entries]
     manifest = Manifest(FORMAT, tuple(entries), dict(attributes or {}), tuple(consumed))
+    if like is not None:
+        if (made := _as_in(like, manifest)) != like:
+            raise Invalid(
+                f"{type(model).__name__} has another structure than the manifest that pool {name!r} shall be like:"
+                f" {difference(like, made)}; nothing was published: publish it without `like`, for new modules"
+            )
+        manifest = like
     arrays[MANIFEST] = torch.frombuffer(bytearray(msgspec.json.encode(manifest)), dtype=torch.uint8)
     arrays[SOURCE] = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     devices = None if device is None else (device,)
     return broker.publish(name, arrays, devices=devices, **terms)
+
+
+def _as_in(like: Manifest, manifest: Manifest) -> Manifest:
+    """Return a manifest with the order, the numbers of objects, and the tensors without memory of another one.
+
+    Names that are one object in one of the two alone still differ in where their bytes are, unless they share them.
+    """
+    ours = {entry.name: entry for entry in manifest.entries}
+    entries = [
+        each if each.stored is None else msgspec.structs.replace(ours[each.name], object=each.object)
+        for each in like.entries
+        if each.stored is None or each.name in ours
+    ]
+    return msgspec.structs.replace(manifest, format=like.format, entries=tuple(entries))
 
 
 def _described(

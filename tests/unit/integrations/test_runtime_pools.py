@@ -144,6 +144,39 @@ def test_a_module_that_runs_publishes_what_the_version_before_has_and_no_caches(
         del twin
 
 
+def untied(model: Runtime) -> None:
+    model.head.weight = nn.Parameter(torch.randn(11, 8))
+
+
+def lacking(model: Runtime) -> None:
+    del model.far
+
+
+def other_dtype(model: Runtime) -> None:
+    model.large = model.large.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (untied, "stored of 'head.weight' is 'embed.weight' there and 'head.weight' here, and 0 more"),
+        (lacking, "only one of them has far"),
+        (other_dtype, "dtype of 'large' is 'float32' there and 'float64' here"),
+    ],
+)
+def test_a_module_of_another_structure_is_not_published_as_one_like_the_version_before(
+    client: Broker, name: str, change: Callable[[Runtime], None], why: str
+) -> None:
+    publish(client, name, loaded())
+    model = loaded()
+    change(model)
+    with client.attach(name) as pool:
+        manifest = runtime_pools.read_manifest(pool)
+    with pytest.raises(Invalid, match=f"Runtime has another structure than the manifest that pool '{name}'.*: {why}"):
+        publish(client, name, model, like=manifest)
+    assert [info.version for info in client.pools()] == [1]
+
+
 Change = Callable[[Any], object]
 
 
