@@ -222,7 +222,8 @@ def publish(
 
     Raises:
         Invalid: a tensor has no data, or is more than its memory (sparse, quantized by torch, a subclass that wraps
-            others), by name; the module has another structure than ``like`` says; or ``source`` has another length.
+            others, the conjugate of memory that others have), by name; the module has another structure than ``like``
+            says; or ``source`` has another length.
         CubrokerError: as :meth:`Broker.publish`.
     """
     if len(source) != SOURCE_BYTES:
@@ -291,6 +292,7 @@ def _described(
         end = max(_extent(group[0].tensor)[1] for group in members)
         dense = _dense(first.tensor) if len(members) == 1 else None
         if dense is None:
+            _refuse_lazy(model, members)
             begin -= begin % ALIGNMENT
             dense = _view(first.tensor.untyped_storage(), torch.uint8, begin, (end - begin,), (1,))
         arrays[first.name] = dense
@@ -303,6 +305,15 @@ def _described(
         )
     order = {found.name: index for index, found in enumerate(_found(model))}
     return sorted(entries, key=lambda entry: order[entry.name]), arrays
+
+
+def _refuse_lazy(model: nn.Module, members: list[list[_Found]]) -> None:
+    """Raise ``Invalid`` for tensors whose elements torch negates as they are read, if memory is stored as it is."""
+    if lazy := [group[0].name for group in members if group[0].tensor.is_conj() or group[0].tensor.is_neg()]:
+        raise Invalid(
+            f"{some(lazy)} of {type(model).__name__} cannot be published: torch conjugates or negates them as they are"
+            f" read, and others have their memory, too, or it has gaps; give them resolve_conj().resolve_neg()"
+        )
 
 
 def _regions(groups: list[list[_Found]]) -> Iterator[list[list[_Found]]]:

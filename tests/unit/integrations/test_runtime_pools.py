@@ -240,6 +240,22 @@ def test_what_is_more_than_its_memory_is_not_published(client: Broker, name: str
         publish(client, name, model)
 
 
+def test_a_conjugate_is_published_by_its_elements_or_not_at_all(client: Broker, name: str) -> None:
+    model = loaded()
+    turns = torch.polar(torch.ones(1024), torch.arange(1024.0))
+    model.register_buffer("back", turns.conj())
+    publish(client, name, model)
+    with client.attach(name) as pool:
+        twin = runtime_pools.bind(meta(), pool, strict=False)
+        assert torch.equal(twin.back, turns.conj())
+    model.register_buffer("turns", turns)
+    with pytest.raises(Invalid, match="back of Runtime cannot be published: torch conjugates or negates them"):
+        publish(client, name, model)
+    model.back = turns[::2].conj().imag
+    with pytest.raises(Invalid, match="back of Runtime cannot be published: torch conjugates or negates them"):
+        publish(client, name, model)
+
+
 @pytest.mark.parametrize(
     ("manifest", "words"),
     [
