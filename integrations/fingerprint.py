@@ -181,15 +181,15 @@ def _state_of(kept: _Kept) -> tuple[int, int, int, int]:
 
 
 def _read(path: Path) -> dict[str, _Kept]:
-    with suppress(OSError, msgspec.DecodeError):
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         return msgspec.json.decode(path.read_bytes(), type=dict[str, _Kept])
     return {}
 
 
 def _write(path: Path, digests: Mapping[str, _Kept]) -> None:
-    """Replace the cache in one step; where this user may not write, there is none."""
+    """Replace the cache in one step; where this user may not write, or a name is no UTF-8, there is none."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with suppress(OSError):
+    with suppress(OSError, UnicodeEncodeError):
         try:
             draft.write_bytes(msgspec.json.encode(digests))
             draft.replace(path)

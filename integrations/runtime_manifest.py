@@ -94,7 +94,7 @@ def read_manifest(pool: Pool) -> Manifest:
         number = msgspec.json.decode(data, type=_Head).format
         if number == FORMAT:
             return msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid(f"the manifest of runtime pool {pool.name!r} cannot be read: {error}") from None
     raise Invalid(
         f"the manifest of runtime pool {pool.name!r} has format {number}, and this release knows {FORMAT}; use the"

@@ -90,12 +90,20 @@ def test_what_was_written_just_now_is_read_again(tmp_path: Path, reads: list[str
     assert len(reads) == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"model.safetensors": [1, 2]}'])
-def test_a_cache_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"model.safetensors": [1, 2]}', b'{"\xff": [1, 2, 3, 4, "a"]}'])
+def test_a_cache_that_cannot_be_read_is_none(tmp_path: Path, data: bytes) -> None:
     folder = made(tmp_path / "model")
     expected = checkpoint(folder, keep=False)
-    (folder / CACHE).write_text(text)
+    (folder / CACHE).write_bytes(data)
     assert checkpoint(folder) == expected
+
+
+def test_a_file_whose_name_is_no_text_counts_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "SETTLED", -1000.0)
+    folder = made(tmp_path / "model")
+    before = checkpoint(folder)
+    (folder / os.fsdecode(b"\xff.safetensors")).write_bytes(b"weights")
+    assert checkpoint(folder) == checkpoint(folder) != before
 
 
 def test_a_folder_that_cannot_be_written_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

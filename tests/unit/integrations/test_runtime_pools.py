@@ -260,6 +260,8 @@ def test_a_conjugate_is_published_by_its_elements_or_not_at_all(client: Broker, 
     ("manifest", "words"),
     [
         (b"{", "cannot be read"),
+        (b'{"format": 1, "entries": [], "attributes": {"\xff": 1}}', "cannot be read"),
+        (b'{"more": ' + b"[" * 100_000, "cannot be read"),
         (b'{"format": 2, "entries": "other"}', "has format 2, and this release knows 1"),
         (b'{"format": 1, "entries": [{"name": "a"}]}', "cannot be read"),
         (b'{"format": 1, "entries": [%s]}', "has dtype wide, which torch lacks"),
