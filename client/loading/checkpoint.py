@@ -49,14 +49,14 @@ class StoredTensor(NamedTuple):
 
 
 class CheckpointFile:
-    """One open file, its tensors in the order of their bytes, and its state when its header was read."""
+    """One open file, its tensors in the order of their bytes, and its state before its header was read."""
 
     def __init__(self, path: Path, index: int = 0) -> None:
         self.path = path
         self._file = open_regular(path)
         try:
+            self._stamp = self._state()  # before: to check a header may take longer than to write a file anew
             self.tensors = read_header(self._file, path, index)
-            self._stamp = self._state()
         except BaseException:
             self._file.close()
             raise

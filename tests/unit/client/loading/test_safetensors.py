@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors
 
+from cubroker.client.loading import checkpoint as reading
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.protocol import CubrokerError
 from cubroker.protocol.errors import Denied, Invalid, NotFound
@@ -270,6 +271,21 @@ def test_a_file_that_shrinks_or_changes_after_it_was_opened_is_noticed(tmp_path:
             file.read_into([memoryview(bytearray(last.nbytes))], last.offset)
         with pytest.raises(Invalid, match="changed while it was read"):
             checkpoint.check_unchanged()
+
+
+def test_a_file_that_is_written_anew_while_its_header_is_checked_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check = checkpoints.write(tmp_path / "m.safetensors", SMALL), reading.parse_header
+    os.utime(path, ns=(1, 1))
+
+    def checked(header: bytes, room: int) -> Any:
+        path.write_bytes(path.read_bytes().replace(b'"a"', b'"c"'))  # of the same size
+        return check(header, room)
+
+    monkeypatch.setattr(reading, "parse_header", checked)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(Invalid, match="changed while it was read"):
+        checkpoint.check_unchanged()
 
 
 def test_a_read_error_names_the_file(tmp_path: Path) -> None:
