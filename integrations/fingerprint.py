@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from cubroker.protocol.errors import Invalid, NotFound
+from cubroker.protocol.errors import Denied, Invalid, NotFound, explain
 
 CACHE = ".cubroker-digests.json"
 """The file, in a checkpoint's folder, with the digests of the files there."""
@@ -104,7 +104,8 @@ def _check(name: str, fact: Fact) -> None:
 def checkpoint(folder: str | os.PathLike[str], *, keep: bool = True) -> str:
     """Return a digest of a checkpoint: of the names and bytes of its files with weights, and of those that say more.
 
-    Equal checkpoints in different folders have equal digests. Files of other kinds, and hidden ones, do not count.
+    Equal checkpoints in different folders have equal digests, but in the cache of the hub, where files are not read,
+    other ones than elsewhere. Files of other kinds, and hidden ones, do not count.
 
     Args:
         folder: the checkpoint's.
@@ -112,7 +113,8 @@ def checkpoint(folder: str | os.PathLike[str], *, keep: bool = True) -> str:
 
     Raises:
         NotFound: there is no such folder, or no file with weights in it.
-        Invalid: a file was changed while it was read.
+        Denied: this user may not read a file.
+        Invalid: a file was changed while it was read, or cannot be read.
     """
     place = Path(folder)
     files = sorted(_files(place), key=lambda path: path.name)
@@ -122,7 +124,11 @@ def checkpoint(folder: str | os.PathLike[str], *, keep: bool = True) -> str:
     found: dict[str, _Kept] = {}
     with ThreadPoolExecutor(THREADS) as threads:
         for path in files:
-            found[path.name] = _digest(path, kept.get(path.name), threads)
+            try:
+                found[path.name] = _digest(path, kept.get(path.name), threads)
+            except OSError as error:
+                kind = Denied if isinstance(error, PermissionError) else Invalid
+                raise kind(f"{path} cannot be read: {explain(error, path)}") from error
     if keep:
         now = time.time()
         settled = {name: each for name, each in found.items() if each.changed / 1e9 + SETTLED < now}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 
 from cubroker.integrations import fingerprint as fingerprints
 from cubroker.integrations.fingerprint import CACHE, checkpoint, fingerprint
-from cubroker.protocol.errors import Invalid, NotFound
+from cubroker.protocol.errors import Denied, Invalid, NotFound
+from tests.unit.client.loading.test_safetensors import as_a_user_without_rights
 
 
 def made(folder: Path, seed: int = 0) -> Path:
@@ -145,6 +147,17 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(fingerprints, "_chunk", changed)
     with pytest.raises(Invalid, match="changed while it was read"):
         checkpoint(folder)
+
+
+def test_a_file_that_may_not_be_read_is_denied_by_name() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # in pytest's own, other users could not look
+        Path(folder).chmod(0o755)
+        (made(Path(folder)) / "model.safetensors").chmod(0)
+        with (
+            as_a_user_without_rights(),
+            pytest.raises(Denied, match=r"model\.safetensors cannot be read: Permission denied; check the owner"),
+        ):
+            checkpoint(folder)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
