@@ -170,14 +170,17 @@ class SupervisedThread(ABC, Generic[T]):
             return
         self.dropped = True
         self.stop()
-        interrupted = False
+        interrupt: BaseException | None = None
         while self._begun and not future.done():
             try:
                 future.wait()
-            except KeyboardInterrupt:
-                interrupted = True
-        if interrupted:
-            raise KeyboardInterrupt
+            except BaseException as error:  # noqa: BLE001  whatever a signal handler raises
+                interrupt = error
+        try:
+            if interrupt:
+                raise interrupt
+        finally:
+            del interrupt  # its traceback has this frame
 
     def _start(self) -> None:
         try:

@@ -516,23 +516,26 @@ def supervised(
         thread.end()
 
 
-def test_interrupts_of_the_wait_are_told_when_the_work_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, TimeoutError])
+def test_interrupts_of_the_wait_are_told_when_the_work_is_over(
+    monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
+) -> None:
     work, stopped, waits, wait = Work(), Event(), iter(range(10)), Future.wait
 
     def interrupted(future: Future[None], timeout: float | None = None) -> bool:
         match next(waits):
             case 0:
                 assert work.begun.wait(PATIENCE)
-                raise KeyboardInterrupt
+                raise interrupt
             case 1 | 2:
                 assert stopped.is_set()
-                raise KeyboardInterrupt
+                raise interrupt
             case _:
                 work.leave.set()
                 return wait(future, timeout)
 
     monkeypatch.setattr(Future, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(interrupt):
         supervised(work, stopped.set)
     assert work.done
 
