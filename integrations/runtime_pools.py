@@ -595,7 +595,8 @@ def switch(
 ) -> int:
     """Show another version to a module that a pool is bound to, at the same addresses; returns the version.
 
-    No work may run on the module meanwhile. Private tensors that no process was seen to write get the new values.
+    No work may run on the module meanwhile. Private tensors that no process was seen to write get the new values, but
+    those that the module has dropped since.
 
     Args:
         broker: the pool's.
@@ -621,6 +622,6 @@ def switch(
     now = {found.name: found.tensor for found in _found(model)}
     with torch.no_grad():
         for entry, tensor in zip(manifest.entries, _tensors(manifest, pool), strict=True):
-            if entry.constant or (entry.host and not entry.private):
+            if entry.name in now and (entry.constant or (entry.host and not entry.private)):
                 now[entry.name].copy_(tensor)
     return pool.version
