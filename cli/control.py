@@ -118,12 +118,12 @@ def _holders(broker: Broker) -> dict[str, str]:
 
 
 @click.command("ping")
-@click.option("--live", is_flag=True, help="Succeed also while it refuses new clients, or is being started again.")
+@click.option("--live", is_flag=True, help="Succeed also while it lends nothing new, or is being started again.")
 @options.seconds("--timeout", "How long it may take to answer.", default=5.0, least=0.001)
 @options.as_json
 @options.directory
 def ping(directory: Path, live: bool, timeout: float, as_json: bool) -> int:
-    """Ask the broker whether it serves, without a session; status 3 if there is none, 1 if it refuses new clients.
+    """Ask the broker whether it serves, without a session; status 3 if there is none, 1 if it lends nothing new.
 
     For probes: without --live that of readiness. With it that of liveness, which fails only where no process holds the
     broker's socket any more, so that a probe does not end a keeper which starts the broker again.
@@ -143,7 +143,7 @@ def ping(directory: Path, live: bool, timeout: float, as_json: bool) -> int:
         format.say(f"{directory} is held for the broker: {obstacle}")
     elif obstacle:
         took = format.duration(seconds)
-        format.say(f"The broker on {directory} answers in {took}, and opens no new session: {obstacle}")
+        format.say(f"The broker on {directory} answers in {took}, and lends nothing new: {obstacle}")
     else:
         format.say(f"The broker on {directory} answers in {format.duration(seconds)}.")
     return options.REFUSED if obstacle and not live else 0

@@ -167,7 +167,7 @@ class Pong(Message, frozen=True):
     """The broker is here; it closes the connection."""
 
     version: Natural
-    #: Why the broker opens no session now; empty if it does.
+    #: Why the broker lends nothing new now; empty if it does.
     obstacle: str
 
 

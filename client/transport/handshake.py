@@ -114,7 +114,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
 
 
 def ping(directory: Path, timeout: float) -> str:
-    """Ask the broker that serves ``directory``, without a session, why it opens no new sessions; "" if it does.
+    """Ask the broker that serves ``directory``, without a session, why it lends nothing new; "" if it does.
 
     Raises:
         Silent: a socket listens, but nothing answers in time, as during a restart.

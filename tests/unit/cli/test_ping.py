@@ -74,7 +74,7 @@ def test_a_broker_that_serves_nobody_new_is_live_and_not_ready(
     with answering(tmp_path, wire.pack(Pong(1, "it is told to end"))):
         done = run("ping", "--directory", tmp_path, *options)
     assert done.returncode == expected
-    assert done.stdout.endswith("s, and opens no new session: it is told to end\n")
+    assert done.stdout.endswith("s, and lends nothing new: it is told to end\n")
 
 
 @pytest.mark.slow
@@ -84,6 +84,7 @@ def test_a_broker_that_is_drained_is_not_ready_until_it_lends_again(broker: Brok
     assert (status, answer["ready"]) == (1, False)
     assert answer["obstacle"] == "its operator wants everything to be given back"
     assert document(broker.directory, "--live")[0] == 0
+    assert run("ls", "--directory", broker.directory).returncode == 0, "it opens sessions, and lends nothing"
     assert run("drain", "--off", "--directory", broker.directory).returncode == 0
     assert document(broker.directory)[1]["ready"] is True
 
