@@ -16,7 +16,7 @@ from cubroker.cli import completion, format, options
 from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.client.loading.verify import Verified, verify
-from cubroker.protocol.errors import Corrupted, CubrokerError
+from cubroker.protocol.errors import Corrupted, CubrokerError, Unsupported
 from cubroker.protocol.status import PoolInfo
 
 EVERY = 5.0
@@ -131,7 +131,10 @@ def preload(model: str, engine: tuple[str, ...], directory: Path, as_json: bool)
     parallel sizes, --dtype, --quantization, and --enforce-eager if engines have it.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is this command's
-    from cubroker.integrations.vllm import preload as load
+    try:
+        from cubroker.integrations.vllm import preload as load
+    except ImportError as error:
+        raise Unsupported(str(error)) from error
 
     with options.connect(directory) as broker:
         prefix = load(model, engine, directory)

@@ -37,15 +37,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import torch
-from torch import nn
-
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
-from cubroker.integrations import fingerprint, runtime_pools
+from cubroker.integrations import fingerprint
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
 from cubroker.protocol.fields import parse_mode
+
+try:
+    import torch
+    from torch import nn
+
+    from cubroker.integrations import runtime_pools
+except ImportError as error:
+    raise ImportError(
+        f"cubroker.integrations.engine_loader needs PyTorch ({error}): pip install 'cubroker[torch]'"
+    ) from error
 
 log = logging.getLogger(__name__)
 

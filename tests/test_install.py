@@ -251,6 +251,16 @@ def test_a_check_of_settings_says_that_there_will_be_no_metrics(wheel: Path, tmp
 
 
 @pytest.mark.slow
+def test_a_command_for_an_engine_that_is_not_installed_says_what_to_install(wheel: Path, tmp_path: Path) -> None:
+    programs = wheels.environment(tmp_path / "venv", wheel, ["cli"])
+    done = run([programs / "cubroker", "vllm", "preload", "model"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "cubroker: cubroker.integrations.vllm needs vLLM (No module named 'torch'): pip install 'cubroker[vllm]'\n"
+    )
+
+
+@pytest.mark.slow
 def test_the_demo_runs_without_a_framework_and_leaves_nothing(
     wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

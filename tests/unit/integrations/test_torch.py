@@ -278,13 +278,14 @@ def test_without_torch_the_import_says_which_extra_to_install() -> None:
     script = """
 import sys
 sys.modules["torch"] = None
-for module in ("torch", "transformers"):
+for module in ("torch", "transformers", "runtime_pools", "engine_loader"):
     try:
         __import__(f"cubroker.integrations.{module}")
     except ImportError as error:
         print(error)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    for line, module in zip(found.stdout.splitlines(), ("torch", "transformers"), strict=True):
+    modules = ("torch", "transformers", "runtime_pools", "engine_loader")
+    for line, module in zip(found.stdout.splitlines(), modules, strict=True):
         assert line.startswith(f"cubroker.integrations.{module} needs PyTorch")
         assert line.endswith("pip install 'cubroker[torch]'")
