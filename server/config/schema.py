@@ -140,8 +140,10 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
-def parse_budget(text: str, total: int) -> int:
+def parse_budget(text: str, total: int, device: str = "the device") -> int:
     """Return the bytes that a budget grants of a device of ``total`` bytes: a size, or a share such as ``90%``.
+
+    An error calls the device ``device``.
 
     Raises:
         Invalid: it is neither, or 0, or more than the device has.
@@ -150,7 +152,7 @@ def parse_budget(text: str, total: int) -> int:
     budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
     if not 0 < budget <= total:
         raise Invalid(
-            f"a budget of {text} is {budget} bytes, and the device has {total}; it can be 1 byte to all of them"
+            f"a budget of {text} is {budget} bytes, and {device} has {total}; it can be 1 byte to all of them"
         )
     return budget
 

@@ -458,7 +458,7 @@ def device_budgets(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
     granted = []
     for device in devices:
         rule = rules.get(named.get(device, OTHERS), DEFAULT_BUDGET)
-        budget = parse_budget(rule, device.total)
+        budget = parse_budget(rule, device.total, device_names.label(device))
         granted.append(Budget(device.index, device.uuid, device.name, device.total, budget))
     for each in granted:
         sizes = each.budget >> 20, each.total >> 20

@@ -72,7 +72,8 @@ def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
     done = run("serve", "--devices", "host:1@64MiB", "--budget", "1GiB", "--directory", directory)
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "a budget of 1GiB is 1073741824 bytes, and the device has 67108864; it can be 1 byte to all of them\n"
+        "a budget of 1GiB is 1073741824 bytes, and device 0 (cubroker host device 0) has 67108864; "
+        "it can be 1 byte to all of them\n"
     )
 
 
