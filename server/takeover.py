@@ -156,9 +156,13 @@ def restore(
     news: list[LedgerEvent] = []
     for known in sessions:
         news += _adopt_session(broker, ledger, known, logged[known.session], store)
+    lost: dict[str, str] = {}
     for held in ledger.held_memory():
         if why := _lost(held, memory[held.device], broker, store):
             news.append(MemoryLost(held.ticket, why))
+            lost.setdefault(held.label, why)
+    for name, why in lost.items():
+        log.log(logging.WARNING if why == UNSTORED else logging.ERROR, "pool %s is lost: %s", name, why)
     broker.resume([*news, Resumed()], logged)
     store.sweep()
 
@@ -199,14 +203,11 @@ def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:
 def _lost(held: HeldMemory, memory: DeviceAllocator, broker: Broker, store: Store) -> str:
     """Take memory over if it is there, else return why it is not. Parts that are there are kept until it is freed."""
     if not held.durable:
-        log.warning("pool %s is lost: %s", held.label, UNSTORED)
         return UNSTORED
     stored = {number: store.take(stored_as(held.ticket, number)) for number in held.sizes}
     memory.adopt(held.ticket, held.sizes, stored)
     if not held.served or not all(stored.values()):
-        why = MISSING if held.served else f"its device {held.device} is not served any more"
-        log.error("pool %s is lost: %s", held.label, why)
-        return why
+        return MISSING if held.served else f"its device {held.device} is not served any more"
     # One of each, even if it was stored twice.
     broker.adopt_fds(held.ticket, {number: pieces[0] for number, pieces in stored.items()})
     return ""
