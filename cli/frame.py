@@ -336,7 +336,7 @@ class Frame:
         window = self.choice.window(len(pools), len(pools) if room is None else room)
         if not pools:
             nothing = "No pools: nothing has been loaded yet, or everything is retired."
-            yield from self._sentence("No pool is like that; Escape shows all." if view.pools else nothing)
+            yield from self._sentence(f"No pool is like that{self._escape}." if view.pools else nothing)
             return
         names = [f"{format.printable(pool.name)}@{pool.version}" for pool in pools]
         held = processes.holders([client for client in view.clients if client.session != self.own])
@@ -399,13 +399,18 @@ class Frame:
         some = (format.some_of(each, room) for each in said[1:] if len(each[0]) + len(f" +{len(holders) - 1}") <= room)
         return whole or next(some, format.some_of(said[-1], room))
 
+    @property
+    def _escape(self) -> str:
+        """What shows all, where there are keys."""
+        return "" if self.height is None else "; Escape shows all"
+
     def _clients(self, view: View, room: int | None, now: float) -> Iterator[Text]:
         clients = self.clients(view)
         shown = clients[self.choice.window(len(clients), len(clients) if room is None else room)]
         if not clients:
             others = any(client.session != self.own for client in view.clients)
             none = "No process is attached, or none of this user."
-            yield from self._sentence("No process is like that; Escape shows all." if others else none)
+            yield from self._sentence(f"No process is like that{self._escape}." if others else none)
             return
         columns = {title: cell for title, cell in processes.columns(clients, now).items() if not title.startswith("~")}
         cells = [[cell(client) for cell in columns.values()] for client in shown]

@@ -1,6 +1,6 @@
 """A trainer whose weights rollout workers use while it trains: each round is published as the next version of a pool.
 
-cubroker serve &
+cubroker serve --devices host:1 &    # with a GPU: cubroker serve &
 python examples/rollout.py a &
 python examples/rollout.py b &
 python examples/trainer.py 20        # so many versions

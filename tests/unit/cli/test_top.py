@@ -352,7 +352,9 @@ def test_nothing_is_said_in_a_sentence() -> None:
     nobody = Choice(listed=CLIENTS)
     assert lines(scenes.view(1, 0), choice=nobody)[-1] == "No process is attached, or none of this user."
     nobody.filter = "none such"
-    assert lines(scenes.view(1, 5), choice=nobody)[-1] == "No process is like that; Escape shows all."
+    assert lines(scenes.view(1, 5), choice=nobody)[-1] == "No process is like that.", "once, where no key is read"
+    assert "No process is like that; Escape shows all." in lines(scenes.view(1, 5), height=24, choice=nobody)
+    assert lines(scenes.view(1, 5), choice=Choice(filter="none such"))[-1] == "No pool is like that."
 
 
 def test_whatever_is_there_has_a_part_of_the_bar_however_small() -> None:
