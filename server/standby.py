@@ -112,10 +112,12 @@ class Standby:
         """
         self._code.note()
         received: dict[str, list[int]] = {}
+        poll = select.poll()  # select() takes no number from 1024 on, and the keeper may have stored as many
         with self._channel as channel:
+            poll.register(channel, select.POLLIN)
             self._send(READY)
             while True:
-                while not select.select([channel], [], [], None if received else LOOKS)[0]:
+                while not poll.poll(None if received else LOOKS * 1000):
                     self._check()
                 message = receive(channel, LONGEST)
                 assert message

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def eager(answer: float, settled: float) -> list[str]:
 import sys
 from cubroker.server.keeper import child, keeper
 child.SETTLED, keeper.ANSWER = {settled}, {answer}
-sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 1000, pause=0.0)))
+sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], pause=0.0)))
 """
     return [sys.executable, "-c", script]
 
@@ -97,6 +98,19 @@ def test_more_than_one_message_carries_is_handed_over(keep: Keep) -> None:
     second = keep.next(ready=False)
     assert second.pid == waiting
     assert second.inherited == {**{f"m{number}": 1 for number in range(300)}, "both": 2}
+
+
+def test_it_stands_by_where_more_is_stored_than_select_can_wait_for(keep: Keep) -> None:
+    first = keep.next(ready=False)
+    for number in range(0, 1100, 100):
+        with ExitStack() as files:
+            first.store(f"m{number}", *(files.enter_context(memory(b"")) for _ in range(100)))
+    serves(first)
+    waiting = standing_by(keep)
+    first.kill()
+    second = keep.next(ready=False)
+    assert second.pid == waiting
+    assert sum(second.inherited.values()) == 1100
 
 
 def test_a_command_that_does_not_know_of_it_is_never_started_in_advance(keep: Keep) -> None:
