@@ -300,7 +300,7 @@ class ReplyCache:
         edges = self._received.edges  # nearly always there are none
         if number < self._oldest or (edges and number in self._received):
             return Admission.STALE
-        if number <= self._refused and not must_deliver:
+        if number <= self._refused and kept is None and not must_deliver:
             return Admission.FULL
         known = len(self._pending) + len(self._kept) + len(edges) // 2
         cost, travelling = nbytes + OVERHEAD, self._travelling + nbytes + len(layout)
@@ -308,7 +308,7 @@ class ReplyCache:
         if known >= MAX_REQUESTS or (known and travelling > MAX_BYTES) or not room:
             if must_deliver:
                 return Admission.LATER
-            self._refused = number
+            self._refused = max(self._refused, number)
             return Admission.FULL
         if 0 < about < number and self._is_to_come(about):
             return Admission.LATER

@@ -229,6 +229,19 @@ def test_what_was_only_told_is_told_anew() -> None:
     assert answers.account.nbytes == 10 + OVERHEAD
 
 
+def test_what_was_told_is_told_anew_though_a_later_request_was_refused() -> None:
+    (answers,) = of_one_user(1)
+    for number in (1, 2):
+        assert answers.admit(number, 1, b"here", 10) is Admission.NEW
+        answers.tell(number, 10)
+    assert answers.admit(3, 1, b"here", 10) is Admission.NEW
+    assert answers.admit(4, 1, b"here", MAX_BYTES) is Admission.FULL
+    assert answers.admit(1, 1, b"here", 10) is Admission.NEW
+    assert answers.admit(2, 1, b"here", MAX_BYTES) is Admission.FULL, "there is no room for it now"
+    for number in (4, 2):
+        assert answers.admit(number, 1, b"here", 10) is Admission.FULL, "its client has heard so"
+
+
 def test_a_session_that_acknowledges_nothing_is_sent_no_answers_without_end() -> None:
     first, second = of_one_user(2)
     for number, answer in ((1, None), (2, attached(2, bytes(MAX_BYTES // 2)))):
