@@ -415,6 +415,10 @@ KCMP = {"x86_64": 312, "aarch64": 272}
 
 _KCMP_FILE = 0
 
+# Loaded once: before Linux 6.9 all pidfds have one inode, and a new session's is compared with those of all others.
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = [ctypes.c_long] * 6
+
 _NAME = re.compile(r"[ -9;-~]{1,255}")
 
 _Inode = tuple[int, int]
@@ -546,5 +550,4 @@ def same_by_comparison(one: int, other: int) -> bool:
     if call is None:
         return False
     pid = os.getpid()
-    arguments = (ctypes.c_long(value) for value in (call, pid, pid, _KCMP_FILE, one, other))
-    return bool(ctypes.CDLL(None).syscall(*arguments) == 0)
+    return bool(_syscall(call, pid, pid, _KCMP_FILE, one, other) == 0)
