@@ -382,8 +382,9 @@ FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 GRACE = 1.0  #: Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why.
 LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the log.
 
-ENVIRONMENT = ("PATH", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
-"""How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start.
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
+"""How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start, such
+as the home that packages of one user are in.
 
 The rest is not for a process that peers reach, and may hold secrets. What a variable starts in an interpreter besides,
 such as a measurement that is written to a file at its end, would fail in a process that can open no file.

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +145,23 @@ def test_signals_that_are_blocked_at_the_start_are_heard(tmp_path: Path, number:
     with heeded(number), serving_after(block, tmp_path) as process:
         process.send_signal(number)
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_a_broker_serves_from_a_home_that_the_user_database_does_not_know(tmp_path: Path) -> None:
+    packages = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path / ".local")}))
+    packages.mkdir(parents=True)
+    (packages / "installed.pth").write_text(sysconfig.get_path("purelib"))  # as `pip install --user` would, with $HOME
+    interpreter = sys._base_executable  # none of a virtual environment, which looks into no home
+    command = [interpreter, "-m", "cubroker.server", str(tmp_path / "run"), "--devices", "host:1@64MiB"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = [process.stderr.readline()]
+        while said[-1] and "serving on" not in said[-1]:
+            said.append(process.stderr.readline())
+        process.terminate()
+    assert process.returncode == 0, said
 
 
 @pytest.mark.slow
