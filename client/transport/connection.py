@@ -98,6 +98,7 @@ class Connection:
     ) -> None:
         self._channel = channel
         self._directory = directory
+        self._endpoint = f"ipc://{directory / REQUEST_SOCKET}"
         self._waker = waker
         self._requests = requests
         self._receiver = receiver
@@ -152,7 +153,7 @@ class Connection:
         dealer.sndhwm = 0
         dealer.rcvhwm = 0
         dealer.maxmsgsize = wire.MAX_MESSAGE
-        dealer.connect(f"ipc://{self._directory / REQUEST_SOCKET}")
+        dealer.connect(self._endpoint)
         self._poller.register(dealer, zmq.POLLIN)
         return dealer
 
@@ -230,9 +231,9 @@ class Connection:
         return None
 
     def _redial(self) -> None:
-        self._poller.unregister(self._dealer)
-        self._dealer.close()
-        self._dealer = self._dial()
+        """Connect to the next gateway, by the same socket: for another one the process may lack descriptors now."""
+        self._dealer.disconnect(self._endpoint)
+        self._dealer.connect(self._endpoint)
         self._requests.resend_all()
 
     def _receive(self) -> None:

@@ -27,6 +27,7 @@ from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Po
 from cubroker.protocol.paths import SESSION_SOCKET, directory_of
 from tests.accounts import group_name
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.unit.client import scripts
 from tests.unit.client.conftest import LAYOUT, begun, content, impatient, leases, publish, session_of
 from tests.unit.server.processes import files, gateway_of
 
@@ -317,9 +318,25 @@ def test_without_descriptors_for_zeromq_the_session_fails_whole(
     assert files(os.getpid()) <= before
 
 
-def test_without_descriptors_for_the_next_gateway_the_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as process, Broker(process.directory) as broker, monkeypatch.context() as patch:
-        patch.setattr(zmq.Context, "socket", lambda *_: (_ for _ in ()).throw(zmq.ZMQError(24)))
-        os.kill(gateway_of(process.pid), signal.SIGKILL)
-        with pytest.raises(Unavailable, match="no connection for requests"):
-            eventually(lambda: broker.pools() is None, "the end")
+def test_a_session_without_a_free_descriptor_goes_on_with_the_next_gateway_when_it_has_some() -> None:
+    program = """
+        import resource
+        lowest = os.dup(0)
+        os.close(lowest)
+        with Broker(directory) as broker:
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+            print("short", flush=True)
+            broker.wait_draining()
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            print([pool.name for pool in broker.pools()], flush=True)
+    """
+    with serving() as process, Broker(process.directory) as broker:
+        publish(broker, "kept")
+        with scripts.start(process, program) as worker:
+            assert worker.stdout
+            assert worker.stdout.readline() == "short\n"
+            os.kill(gateway_of(process.pid), signal.SIGKILL)
+            broker.drain()  # which comes by the next gateway
+            out, err = worker.communicate(timeout=PATIENCE)
+        assert (out, err, worker.returncode) == ("['kept']\n", "", 0)
