@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from cubroker.protocol.errors import Unavailable, needing
+from cubroker.protocol.errors import Unavailable, Unsupported, needing
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,6 @@ class Engine(Protocol):
     On that thread a context of a GPU that has the memory is current: UCX takes memory for the host's otherwise.
     """
 
-    name: str
-
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         """Prepare memory of this process, for a peer to read or for this side to read into.
 
@@ -115,18 +113,16 @@ def open_engine(name: str) -> Engine:
     """Return an engine.
 
     Raises:
-        Unsupported: its package is not installed.
-        Unavailable: it cannot start here, or is none that this build has.
+        Unsupported: its package is not installed, or it is none that this build has.
+        Unavailable: it cannot start here.
     """
     if name != NIXL:
-        raise Unavailable(f"there is no engine {name!r} in this build, which has {NIXL!r}; upgrade the older side")
+        raise Unsupported(f"one side of the transfer has {name!r}, and the other one {NIXL!r}; upgrade the older one")
     return NixlEngine()
 
 
 class NixlEngine:
     """An agent of NIXL with its UCX backend, and without a listener: metadata goes over our own connection."""
-
-    name = NIXL
 
     def __init__(self) -> None:
         nixl = load()

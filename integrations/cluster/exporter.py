@@ -7,7 +7,7 @@ the user may not read nothing is said, not even that there are any.
 Each peer that reads has a process of this host to itself (:mod:`~cubroker.integrations.cluster.source_process`), which
 holds the lease, has the memory registered, and is killed when the connection ends. So a peer that crashes, stalls or
 lies takes no other transfer along, and no memory is unmapped or freed while a peer can read it. One such process is
-started in advance, because that takes a second.
+started in advance, because that takes a second; it has no engine yet.
 
 A version that a fetch of this host is still bringing is offered as well, with the runs of bytes that are there
 (:mod:`~cubroker.integrations.cluster.announcements`); its readers hear of it when there are more.

@@ -20,9 +20,9 @@ from typing import BinaryIO, Self
 
 from cubroker.client import Broker, Pool, digests
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.engine import NIXL, Engine, MemoryRegion, engine_command, open_engine
+from cubroker.integrations.cluster.engine import Engine, MemoryRegion, engine_command, load, open_engine
 from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Going, Reply, Serve
-from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, Unsupported
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,12 @@ def main(directory: str) -> None:
     reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print to standard output
     try:
-        engine = open_engine(NIXL)
-        _say(writing, Going())  # libraries are loaded, and the engine is up
+        load()
+        _say(writing, Going())
         asked = _hear(reading)
         if asked is None:
             return
+        engine = open_engine(asked.engine)  # not before: it keeps a processor busy, and listens to the network
         pool, opened = _open(Path(directory), asked, engine)
     except CubrokerError as error:
         _say(writing, messages.refusal(error))
@@ -133,10 +134,6 @@ def _say(stream: BinaryIO, message: Reply) -> None:
 
 def _open(directory: Path, asked: Serve, engine: Engine) -> tuple[Pool, ExportedVersion]:
     """Attach to a version, register its memory, and return the pool and where its memory is."""
-    if asked.engine != engine.name:
-        raise Unsupported(
-            f"the peer reads with {asked.engine!r}, and this host has {engine.name!r}; upgrade one of them"
-        )
     broker = Broker(directory)
     info, *_ = broker.describe(asked.name, asked.version)
     device = None if info.sharded or len(info.devices) == 1 else info.devices[0]

@@ -14,7 +14,7 @@ from tests.cluster import ENGINE, need_engine
 
 
 def test_an_engine_that_this_build_has_not() -> None:
-    with pytest.raises(Unavailable, match="there is no engine 'pigeons' in this build, which has 'nixl'; upgrade"):
+    with pytest.raises(Unsupported, match="one side of the transfer has 'pigeons', and the other one 'nixl'; upgrade"):
         open_engine("pigeons")
 
 

@@ -443,7 +443,7 @@ def test_an_engine_that_this_host_has_not_is_refused_and_takes_no_place(
     publish(directory, name)
     with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
         for _ in range(2):
-            with pytest.raises(Unsupported, match="the peer reads with 'pigeons', and this host has 'nixl'"):
+            with pytest.raises(Unsupported, match="one side of the transfer has 'pigeons', and the other one 'nixl'"):
                 connection.ask(Open(name, engine="pigeons"), ExportedVersion)
         assert serving.meter.readers == 0
         connection.ask(Open(name), ExportedVersion)

@@ -16,7 +16,7 @@ import pytest
 from cubroker.client import Broker, digests
 from cubroker.client.pool import Replica
 from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
-from cubroker.integrations.cluster.engine import NIXL, MemoryRegion
+from cubroker.integrations.cluster.engine import MemoryRegion
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
     Available,
@@ -55,8 +55,6 @@ MIB = 1 << 20
 
 class LocalEngine:
     """Reads this process's own memory. What its tests change are its functions."""
-
-    name = NIXL
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         return b"metadata"

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.integrations.cluster import messages, source_process
+from cubroker.integrations.cluster import exporter, messages, source_process
 from cubroker.integrations.cluster.engine import NIXL
 from cubroker.integrations.cluster.messages import ExportedVersion, PeerRefusal, Serve
 from cubroker.integrations.cluster.source_process import SourceProcess
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unavailable
 from tests.brokers import PATIENCE, eventually
+from tests.cluster import ENGINE, need_engine
 from tests.unit.integrations.cluster.hosts import LAYOUT, here, leases, publish
 
 
@@ -46,6 +47,34 @@ def test_a_process_ends_with_its_input_and_the_lease_with_it(directory: Path, na
     assert isinstance(opened, ExportedVersion)
     assert (opened.name, opened.version, Layout.decode(opened.layout)) == (name, 1, LAYOUT)
     eventually(lambda: not leases(directory), "the lease to end")
+
+
+def test_a_process_that_waits_for_a_peer_has_no_engine_yet(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, name: str
+) -> None:
+    """One would keep a processor busy, and listen at a port that asks nobody for a certificate."""
+    need_engine()
+    for variable, value in ENGINE.items():
+        monkeypatch.setenv(variable, value)
+    publish(directory, name)
+
+    async def run() -> tuple[bool, bool]:
+        process = await SourceProcess.start(exporter.SOURCE, str(directory))
+        try:
+            before = listens(process._process.pid)
+            messages.expect(await process.ask(Serve(name, 1, NIXL)), ExportedVersion)
+            return before, listens(process._process.pid)
+        finally:
+            await process.kill()
+
+    assert asyncio.run(run()) == (False, True)
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a TCP socket that listens."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    return any(str(each.readlink()) in listening for each in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def test_a_process_that_is_asked_for_nothing_ends_too(directory: Path) -> None:
