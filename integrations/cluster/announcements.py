@@ -21,7 +21,6 @@ import asyncio
 import errno
 import logging
 import os
-import select
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from threading import Event, Thread
 
 from cubroker.client import Broker, digests
 from cubroker.integrations.cluster import identity, messages
+from cubroker.integrations.cluster.connection import readable
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import MAX_ANNOUNCE, NEWS, Announce, Available, DraftContent, Going
 from cubroker.integrations.cluster.sources import Runs
@@ -171,7 +171,7 @@ class DraftAnnouncement:
             content = DraftContent(digests.DEFINITION, self._sums, self._piece, messages.to_runs(said))
             self._ask(connection, content)
             while not self._over.wait(NEWS):
-                if select.select([connection], [], [], 0)[0]:  # it has nothing more to say: it has ended
+                if readable(connection):  # it has nothing more to say: it has ended
                     return
                 if (have := self._have()) != said:
                     said = have

@@ -188,7 +188,7 @@ class PeerConnection:
 
     def pending(self) -> bool:
         """Whether something is there to be heard."""
-        return bool(self._socket.pending() or select.select([self._socket], [], [], 0)[0])
+        return bool(self._socket.pending() or readable(self._socket))
 
     def close(self) -> None:
         """Close the connection; what waits for an answer in another thread gets an error."""
@@ -209,6 +209,13 @@ class PeerConnection:
                 raise ConnectionResetError("it was closed there")
             done += got
         return bytes(data)
+
+
+def readable(connection: socket.socket) -> bool:
+    """Whether something is there to be read, or the end; select(2) takes no descriptor past 1023."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _refused(address: PeerAddress, error: OSError | ssl.CertificateError) -> Unavailable | Denied:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import pwd
+import resource
 import socket
 import subprocess
 import sys
@@ -126,6 +127,29 @@ def test_a_draft_is_offered_and_its_readers_hear_what_is_there_until_it_is_publi
         assert connection.hear(Available) == Available(None)
         assert connection.ask(Progress(LAYOUT.nbytes), Going) == Going()
         assert offered(connection) == [(name, 1, None)]
+
+
+@pytest.fixture
+def crowded() -> Iterator[None]:
+    """This process has more descriptors than select(2) takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_processes_with_many_descriptors_pass_on_and_hear_what_is_there(
+    serving: Serving, directory: Path, name: str, crowded: None
+) -> None:
+    with fetching(directory, name) as this, serving.connect() as connection:
+        announced(serving)
+        connection.ask(Open(name, 1), ExportedVersion)
+        this.have = 0b10
+        eventually(connection.pending, "what is there")
+        assert connection.hear(Available) == Available(b"\x02")
 
 
 def test_the_readers_of_a_draft_that_is_discarded_are_told_and_its_memory_goes_with_them(
