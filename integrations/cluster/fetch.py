@@ -18,7 +18,7 @@ import msgspec
 
 from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
-from cubroker.client.transport.requests import version_number
+from cubroker.client.transport.requests import seconds, version_number
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection, resolve
 from cubroker.integrations.cluster.engine import engine_command
@@ -26,6 +26,7 @@ from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, Sta
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported, from_code
+from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO
 from cubroker.protocol.paths import find_directory
 
@@ -107,7 +108,7 @@ def fetch(
         durable=durable,
         if_absent=if_absent,
         owners=uids(owner),
-        wait=wait,
+        wait=seconds(wait),
         width=width,
         patience=patience,
     )
@@ -229,8 +230,10 @@ def _check(order: Order) -> None:
     fields.check_pool_name(order.name)
     if order.width < 1:
         raise Invalid(f"width is {order.width}, and at least 1 source is read from")
-    if not order.patience > 0:
-        raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0")
+    if not 0 < order.patience <= MAX_WAIT:
+        raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0, and can be {MAX_WAIT:g}")
+    if order.devices == ():
+        raise Invalid("no list of devices to fetch to: (); name one at least")
     identity.asking_context(Path(order.certificates))  # or say once that it cannot be used, and not for each source
 
 
@@ -250,12 +253,16 @@ def _plain(devices: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
     """Have a process do what is ordered, and return what it did; raises as :func:`fetch` does."""
     command = engine_command(MODULE)
+    try:
+        ordered = msgspec.json.encode(order) + b"\n"
+    except UnicodeEncodeError as error:
+        raise Invalid(f"{error.object!r} is not UTF-8, as all of an order has to be; choose another name") from None
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             with suppress(BrokenPipeError):
-                process.stdin.write(msgspec.json.encode(order) + b"\n")
+                process.stdin.write(ordered)
                 process.stdin.flush()
             for line in process.stdout:
                 told = _read(line)

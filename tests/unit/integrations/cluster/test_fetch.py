@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -242,6 +243,11 @@ def test_without_nixl_the_extra_is_named(
         ({"version": 0}, Invalid, "version"),
         ({"width": 0}, Invalid, "width is 0"),
         ({"patience": 0.0}, Invalid, "patience is 0"),
+        ({"patience": inf}, Invalid, "patience is inf"),
+        ({"wait": -1.0}, Invalid, r"a wait of -1\.0 seconds"),
+        ({"wait": inf}, Invalid, "a wait of inf seconds"),
+        ({"devices": [], "if_absent": True}, Invalid, "no list of devices"),
+        ({"directory": "/tmp/\udcff"}, Invalid, r"'/tmp/\\udcff' is not UTF-8"),
         ({"certificates": "/nonexistent"}, NotFound, r"there is no /nonexistent/ca\.pem"),
     ],
     ids=str,
