@@ -18,12 +18,14 @@ host that neither exports nor fetches.
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import pwd
 import ssl
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -277,26 +279,38 @@ def revoke(authority: Path, certificate: Path) -> Path:
         raise Invalid(f"{certificate} is of another authority than {authority}, which cannot revoke it") from None
     now, path = datetime.now(UTC), authority / REVOKED
     entries = {found.serial_number: now}
-    if path.exists():
-        try:
-            revoked = x509.load_pem_x509_crl(path.read_bytes())
-        except ValueError:
-            raise Invalid(f"{path} is no list of revoked certificates, and is not replaced") from None
-        entries |= {each.serial_number: each.revocation_date_utc for each in revoked}
-    builder = (
-        x509.CertificateRevocationListBuilder()
-        .issuer_name(issuer.subject)
-        .last_update(now)
-        .next_update(now + timedelta(days=AUTHORITY_DAYS))
-    )
-    for serial, when in entries.items():
-        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
-        builder = builder.add_revoked_certificate(entry)
-    text: bytes = _text(builder.sign(signer, hashes.SHA256()))
-    partial = path.with_suffix(".new")
-    partial.unlink(missing_ok=True)
-    _write(partial, text, 0o644).replace(path)
+    with _alone(authority):
+        if path.exists():
+            try:
+                revoked = x509.load_pem_x509_crl(path.read_bytes())
+            except ValueError:
+                raise Invalid(f"{path} is no list of revoked certificates, and is not replaced") from None
+            entries |= {each.serial_number: each.revocation_date_utc for each in revoked}
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(issuer.subject)
+            .last_update(now)
+            .next_update(now + timedelta(days=AUTHORITY_DAYS))
+        )
+        for serial, when in entries.items():
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
+            builder = builder.add_revoked_certificate(entry)
+        text: bytes = _text(builder.sign(signer, hashes.SHA256()))
+        partial = path.with_suffix(".new")
+        partial.unlink(missing_ok=True)
+        _write(partial, text, 0o644).replace(path)
     return path
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other call has the folder: each of two that change a list would lose what the other adds."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Named(NamedTuple):

@@ -7,7 +7,9 @@ import pwd
 import re
 import ssl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +363,13 @@ def test_revoking_adds_to_the_list(authority: Path, tmp_path: Path) -> None:
     (serial,) = before
     assert after[serial].revocation_date_utc == before[serial].revocation_date_utc
     assert {*modes(authority)} == {"ca.pem", "ca-key.pem", "crl.pem"}
+
+
+def test_what_is_revoked_at_the_same_time_is_revoked(authority: Path, tmp_path: Path) -> None:
+    paths = [issue(authority, tmp_path / str(number), "root") for number in range(16)]
+    with ThreadPoolExecutor(len(paths)) as pool:
+        (path,) = set(pool.map(partial(revoke, authority), paths))
+    assert len(revoked(path)) == len(paths)
 
 
 def test_an_authority_revokes_only_what_is_its_own(authority: Path, tmp_path: Path) -> None:
