@@ -25,7 +25,7 @@ import pwd
 import ssl
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -200,8 +200,7 @@ def make_authority(folder: Path, name: str = "cubroker cluster", days: int = AUT
         .sign(key, hashes.SHA256())
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(folder / AUTHORITY_KEY, _key_text(key), 0o600)
-    return _write(folder / CA, _text(certificate), 0o644)
+    return _write((folder / AUTHORITY_KEY, _key_text(key), 0o600), (folder / CA, _text(certificate), 0o644))
 
 
 def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), days: int = DAYS) -> Path:
@@ -247,10 +246,9 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
         builder = builder.add_extension(x509.SubjectAlternativeName([_reached(host) for host in hosts]), critical=False)
     certificate = builder.sign(signer, hashes.SHA256())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(folder / KEY, _key_text(key), 0o600)
-    if not (folder / CA).exists():
-        _write(folder / CA, _text(issuer), 0o644)
-    return _write(folder / CERTIFICATE, _text(certificate), 0o644)
+    common = [] if (folder / CA).exists() else [(folder / CA, _text(issuer), 0o644)]
+    own = (folder / KEY, _key_text(key), 0o600), (folder / CERTIFICATE, _text(certificate), 0o644)
+    return _write(*common, *own)
 
 
 def revoke(authority: Path, certificate: Path) -> Path:
@@ -298,7 +296,7 @@ def revoke(authority: Path, certificate: Path) -> Path:
         text: bytes = _text(builder.sign(signer, hashes.SHA256()))
         partial = path.with_suffix(".new")
         partial.unlink(missing_ok=True)
-        _write(partial, text, 0o644).replace(path)
+        _write((partial, text, 0o644)).replace(path)
     return path
 
 
@@ -425,8 +423,12 @@ def _text(certificate: Any) -> bytes:
     return text
 
 
-def _write(path: Path, text: bytes, mode: int) -> Path:
-    """Write a new file that no other user ever sees with another mode."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(text)
+def _write(*files: tuple[Path, bytes, int]) -> Path:
+    """Write new files that no other user ever sees with another mode: all of them, or none; returns the last path."""
+    with ExitStack() as undo:
+        for path, text, mode in files:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                undo.callback(path.unlink)
+                file.write(text)
+        undo.pop_all()
     return path

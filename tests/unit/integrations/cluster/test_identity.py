@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import resource
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -340,6 +342,27 @@ def test_a_key_of_an_authority_with_a_password_is_named(authority: Path, tmp_pat
     (authority / "ca-key.pem").write_bytes(text)
     with pytest.raises(Invalid, match="has a password"):
         issue(authority, tmp_path / "new", "root")
+
+
+@contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """No file of this process becomes larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_cannot_be_written_leaves_nothing_in_the_way(authority: Path, tmp_path: Path) -> None:
+    with files_of(300):  # there is room for a key, and not for a certificate
+        for make in (make_authority, partial(issue, authority, user="root")):
+            with pytest.raises(OSError, match="File too large"):
+                make(tmp_path / "new")
+            assert not [*(tmp_path / "new").iterdir()]
+    make_authority(tmp_path / "new")
+    issue(tmp_path / "new", tmp_path / "user", "root")
 
 
 # -- revoking --------------------------------------------------------------------------------------
