@@ -56,7 +56,7 @@ MIN_AIO_THREADS = 4
 
 OTHER_CORES = 2
 """Cores that are left to the threads that copy. Beside an H200 with 16 cores a load of 8 GB took 168 to 178 ms with 14
-threads of the C library, 170 to 194 with 12, and 183 to 205 with 16, 18, 20 or 24."""
+threads of the C library, 170 to 194 with 12, and 183 to 204 with 16, 18, 20 or 24."""
 
 THREAD_PART = 4 << 20
 """The most bytes that a Python thread reads at a time: with 1 MiB all wait for the interpreter, at a quarter of the
