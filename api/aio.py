@@ -211,7 +211,10 @@ class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
         try:
             return await run_in_loop(self.blocking.switching(request, version, wait))
         except BaseException:
-            await run_in_loop(request.settle())
+            while True:
+                with suppress(asyncio.CancelledError):  # cancelled again: what is mapped meanwhile would still be used
+                    await run_in_loop(request.settle())
+                    break
             raise
 
     async def broadcast(self, source: object, name: str) -> None:

@@ -21,6 +21,8 @@ from cubroker import Pool as BlockingPool
 from cubroker.aio import Broker, Draft, Pool
 from cubroker.client import session
 from cubroker.client.fork_guard import SessionThread
+from cubroker.client.memory.lease import LeaseHandle
+from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.driver import Context, DriverError
 from cubroker.driver import Event as DriverEvent
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, TimedOut, Unavailable, Unsupported
@@ -781,6 +783,37 @@ def test_a_cancelled_switch_leaves_one_version_or_the_other(client: BlockingBrok
             await until(as_before)
             del keeping
 
+    run(main())
+
+
+def test_a_switch_that_is_cancelled_again_ends_when_all_of_one_version_is_mapped(
+    client: BlockingBroker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping, go_on, replace = threading.Event(), threading.Event(), LeaseHandle.replace
+
+    def slow(lease: LeaseHandle, *args: Any) -> LeasedMemory:
+        mapping.set()
+        assert go_on.wait(PATIENCE)
+        return replace(lease, *args)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            await asyncio.to_thread(publish, client, name)
+            monkeypatch.setattr(LeaseHandle, "replace", slow)
+            switching = asyncio.create_task(pool.switch())
+            await asyncio.to_thread(mapping.wait, PATIENCE)
+            try:
+                for _ in range(3):
+                    switching.cancel()
+                    assert not (await asyncio.wait((switching,), timeout=0.05))[0]
+            finally:
+                go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await switching
+            assert pool.version == 2
+            assert pool["weight"].tobytes() == content("weight", 128)
+
+    publish(client, name)
     run(main())
 
 
