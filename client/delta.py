@@ -147,6 +147,8 @@ class _Made:
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
         #: The base's allocations, or what took their places, by number, and whether that has other offsets.
         self._numbers: dict[int, tuple[int, bool]] = {}
+        #: The groups of those that were dropped, by number.
+        self._dropped: dict[int, Hashable] = {}
 
     def settle(self, number: int, size: int, group: Hashable, places: Sequence[_Place]) -> None:
         """Keep an allocation of the base, replace it, or drop it."""
@@ -161,7 +163,8 @@ class _Made:
             if 2 * stays >= size:
                 return self._put(number, size, group, places, kept=number)
             return self._put(number, size, group, places, packed=True)
-        if not any(not place.empty for place in places):
+        if all(place.empty for place in places):
+            self._dropped[number] = group
             return None
         return self._put(number, size, group, places, packed=bool(goes) or 2 * (stays + changes) < size)
 
@@ -207,13 +210,15 @@ class _Made:
                 self.sizes[number] += round_up(nbytes, ALIGNMENT)
         for number in numbers.values():
             self.sizes[number] = max(self.sizes[number], ALIGNMENT)
+        # What left them is in a new allocation of the group; tensors without elements go along.
+        self._numbers.update({number: (numbers[group], True) for number, group in self._dropped.items()})
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
         """Return where a tensor of the base is now."""
         if spec.name in self.moved:
             return self.moved[spec.name]
         if not spec.nbytes:
-            number, packed = self._numbers.get(spec.allocation, (0, True))
+            number, packed = self._numbers[spec.allocation]
             return msgspec.structs.replace(spec, allocation=number, offset=0 if packed else spec.offset)
         allocation, offset = self._places[spec.allocation, spec.offset]
         return msgspec.structs.replace(spec, allocation=allocation, offset=offset)

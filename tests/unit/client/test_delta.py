@@ -192,6 +192,16 @@ def test_an_update_of_a_sharded_version_keeps_each_tensor_on_its_device(client: 
         pool.check()
 
 
+def test_a_tensor_without_elements_stays_on_its_device_when_all_others_there_move(client: Broker, name: str) -> None:
+    first = {"a": filled(1), "b": filled(2), "none": np.empty((0, 3), np.float32)}
+    client.publish(name, first, plan={"a": 0, "b": 1, "none": 1})
+    client.publish(name, {"b": filled(3).view(np.int8)}, base=1)
+    with client.attach(name, device=0) as pool:
+        assert set(pool) == {"a"}
+    with client.attach(name, device=1) as pool:
+        assert set(pool) == {"b", "none"}
+
+
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("devices", [[0], [0, 1]])
 def test_an_update_is_sealed_with_the_digests_of_all_its_memory(
