@@ -35,9 +35,9 @@ class News:
         self._waiting: deque[Future[None]] = deque()
         self._error: CubrokerError | None = None
 
-    def until(self, found: Callable[[], bool], timeout: float | None = None) -> Steps[bool]:
+    def until(self, found: Callable[[], bool], timeout: float) -> Steps[bool]:
         """Look with every change, for up to ``timeout`` seconds, whether it is the one; return what was ``found``."""
-        deadline = time.monotonic() + (inf if timeout is None else timeout)
+        deadline = time.monotonic() + timeout
         while True:
             change: Future[None] = Future()
             self._waiting.append(change)  # before it looks, so that it misses none
@@ -283,7 +283,7 @@ class DrainState(News):
             self.check()
             return bool(self.why) != over
 
-        return self.until(found, timeout)
+        return self.until(found, time_limit(timeout))
 
 
 class Rebindable(Protocol):

@@ -6,11 +6,12 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import nan
 
 import pytest
 
 from cubroker.client import Broker
-from cubroker.protocol.errors import CubrokerError, Unavailable
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 from tests.brokers import PATIENCE, BrokerProcess, eventually, started
 from tests.unit.client.conftest import LAYOUT, content, publish
 
@@ -42,6 +43,9 @@ def test_a_client_is_told_to_give_back_what_it_holds_and_the_broker_ends_when_it
         pool = client.attach(name)
         assert not client.wait_draining(0)
         assert client.wait_draining(0, over=True)
+        for limit in (-1.0, nan):
+            with pytest.raises(Invalid, match="a wait of"):
+                client.wait_draining(limit)
         assert client.draining == ""
         patient.process.send_signal(signal.SIGTERM)
         assert client.wait_draining()
