@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -52,7 +51,10 @@ class SourceProcess:
         """
         started = cls(
             await asyncio.create_subprocess_exec(
-                *engine_command(module, *arguments), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                *engine_command(module, *arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                process_group=0,  # a terminal signals the exporter, which ends this process
             )
         )
         try:
@@ -97,7 +99,6 @@ class SourceProcess:
 
 def main(directory: str) -> None:
     """Serve one peer, by standard input and output, with a session of the broker in a directory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the exporter as well, which ends this process
     reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print to standard output
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,19 @@ def listens(pid: int) -> bool:
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
     return any(str(each.readlink()) in listening for each in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_a_terminal_does_not_interrupt_a_process_before_the_exporter_ends_it(directory: Path) -> None:
+    """It would print a traceback while it imports libraries."""
+
+    async def run() -> int:
+        process = await SourceProcess.start("plain_source", str(directory))
+        try:
+            return os.getpgid(process._process.pid)
+        finally:
+            await process.kill()
+
+    assert asyncio.run(run()) != os.getpgrp()
 
 
 def test_a_process_that_is_asked_for_nothing_ends_too(directory: Path) -> None:
