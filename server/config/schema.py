@@ -167,7 +167,7 @@ def _look_up(what: str, found: Callable[[str], int], identity: int | str) -> int
     try:
         return identity if isinstance(identity, int) else found(identity)
     except (KeyError, ValueError):  # a name with a zero byte is a ValueError
-        raise ValueError(f"this system has no such {what}; write a name that it has, or a number") from None
+        raise ValueError(f"this system has no {what} {show(identity)}; write a name that it has, or a number") from None
 
 
 def user(identity: int | str) -> int:
