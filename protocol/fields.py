@@ -71,13 +71,13 @@ _MODE = r"(?a:(0o?)?[0-7]{3})"
 _POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}")
 
 
-def check_pool_name(name: str) -> None:
-    """Raise ``Invalid`` unless ``name`` can name a pool, in a table, a URL and ``NAME@VERSION``."""
+def check_pool_name(name: str, what: str = "a pool") -> None:
+    """Raise ``Invalid`` unless ``name`` can name a pool, in a table, a URL and ``NAME@VERSION``; ``what`` it is for."""
     if not _POOL_NAME.fullmatch(name):
         rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
         bare, at, _ = name.partition("@")
         hint = f"; a version is given apart, beside the name {bare[:64]!r}" if at and _POOL_NAME.fullmatch(bare) else ""
-        raise Invalid(f"{name[:64]!r} cannot name a pool: {rule}{hint}")
+        raise Invalid(f"{name[:64]!r} cannot name {what}: {rule}{hint}")
 
 
 def parse_mode(text: str) -> int:
