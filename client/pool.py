@@ -18,7 +18,7 @@ from cubroker.client.transport.requests import Steps, blocking, run, seconds, ve
 from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
-from cubroker.protocol.layout import Layout, TensorIndex
+from cubroker.protocol.layout import Layout, TensorIndex, TensorSpec
 
 if TYPE_CHECKING:  # what most readers have no use for is imported where it is used
     from cubroker.client.digests import DigestRange
@@ -161,10 +161,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
     slabs = allocation_views  # the older name
 
     def __getitem__(self, name: str) -> SharedTensor:
-        try:
-            spec = self._index.tensors[name]
-        except KeyError:
-            raise UnknownTensor(name, self._index.tensors, self._label) from None
+        spec = self._spec(name)
         return self._tensor(name, spec.dtype, spec.shape, spec.allocation, spec.offset)
 
     def __iter__(self) -> Iterator[str]:
@@ -175,6 +172,12 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._index.tensors
+
+    def _spec(self, name: str) -> TensorSpec:
+        try:
+            return self._index.tensors[name]
+        except KeyError:
+            raise UnknownTensor(name, self._index.tensors, self._label) from None
 
     def _tensor(self, name: str, dtype: str, shape: tuple[int, ...], allocation: int, offset: int) -> SharedTensor:
         place = self._place[allocation]
@@ -341,7 +344,7 @@ class Pool(Replica, Closeable):
             Invalid, TimedOut, Unavailable: as :meth:`broadcast`.
         """
         self._owner.check()
-        multicast, spec = self._multicast(), self._index.tensors[name]
+        multicast, spec = self._multicast(), self._spec(name)
         return multicast.pointer(self._memory, spec.allocation, spec.offset)
 
     @blocking

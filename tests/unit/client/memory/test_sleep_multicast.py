@@ -56,6 +56,8 @@ def test_a_pool_comes_back_where_it_was_and_stores_to_all_replicas_as_before(cli
 def test_a_store_to_the_multicast_address_goes_to_all_replicas(near: Broker) -> None:
     make(near)
     with near.attach("x", device=1) as pool, pool.context.stream() as stream:
+        with pytest.raises(KeyError, match="has no tensor 'odt'; did you mean 'odd'"):
+            pool.multicast_pointer("odt")
         pool["odd"].copy_from(text("odd", 3))
         stream.copy(pool.multicast_pointer("odd"), pool["odd"].pointer, 1001)
         stream.synchronize()
