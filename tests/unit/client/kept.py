@@ -26,8 +26,9 @@ class KeptBroker(BrokerProcess):
     def strike(self) -> None:
         """Send the broker SIGKILL, and return when the next one serves."""
         starts = self._starts()
-        (child,) = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        os.kill(int(child), signal.SIGKILL)
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        broker, *_ = children.split()  # in the order of their start; the next one may stand by
+        os.kill(int(broker), signal.SIGKILL)
         eventually(lambda: self._starts() > starts, "the next broker")
 
     def _starts(self) -> int:
