@@ -230,6 +230,10 @@ class Watches:
         """Report to ``watch`` no more; without any left for its pool, the broker stops too."""
         self._requests.call(partial(self._remove, watch))
 
+    def dropped(self, name: str) -> None:
+        """Nothing refers to a watch of a pool any more, which was not removed."""
+        self._requests.call(partial(self._end, name))
+
     def changed(self, change: PoolChanged) -> None:
         """Pass on what the broker reports. Runs on the connection's thread."""
         for watch in self._watches.get(change.name, ()):
@@ -246,12 +250,14 @@ class Watches:
         self._requests.send(messages.Watch(watch.name, on=True), settle)
 
     def _remove(self, watch: Watcher) -> None:
-        others = self._watches.get(watch.name)
-        if others is not None:
+        if others := self._watches.get(watch.name):
             others.discard(watch)
-            # Once the connection is over, each thread that closes a watch does this itself.
-            if not any(others) and self._watches.pop(watch.name, None) is not None:
-                self._requests.submit(messages.Watch(watch.name, on=False))
+        self._end(watch.name)
+
+    def _end(self, name: str) -> None:
+        # Once the connection is over, each thread that closes a watch does this itself.
+        if not any(self._watches.get(name, ())) and self._watches.pop(name, None) is not None:
+            self._requests.submit(messages.Watch(name, on=False))
 
 
 class DrainState(News):

@@ -286,6 +286,7 @@ class ClientSession:
         self.check_open()
         find = partial(self.ask, Find(name, owners), Found) if owners else None
         watch = Watch(name, self.watches, self.owner, find, timeout)
+        self.cleanup.guard(watch, partial(self.watches.dropped, name))
         yield from self.hear(watch)
         return watch
 

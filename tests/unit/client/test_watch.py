@@ -71,6 +71,11 @@ def test_a_watch_that_is_dropped_is_forgotten(client: Broker, name: str) -> None
         assert next(watch) == 1
 
 
+def test_watches_that_are_dropped_leave_room_for_others(client: Broker, name: str) -> None:
+    for number in range(1100):  # a session may have 1024
+        assert next(client.watch(f"{name}-{number}")) is None
+
+
 def test_a_finalizer_may_close_a_watch_or_a_pool_while_another_is_made(client: Broker, name: str) -> None:
     publish(client, name)
     watch, pool = client.watch(name), client.attach(name)
