@@ -189,6 +189,9 @@ class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
     def __len__(self) -> int:
         return len(self.blocking)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.blocking
+
     name: str = shown("name")
     version: int = shown("version")
     share: str = shown("share")

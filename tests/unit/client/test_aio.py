@@ -141,6 +141,7 @@ def test_a_pool_is_published_read_and_retired(client: BlockingBroker, name: str)
                 assert repr(pool) == f"<Pool {name!r} version 1, 4 tensors>"
                 assert {pool: 1}[pool] == 1
             assert pool.closed
+            assert ["weight" in pool, "other" in pool] == [True, False]
             info, layout, plan = await broker.describe(name)
             assert (info.name, layout, plan) == (name, LAYOUT, ())
             assert [device.index for device in await broker.devices()] == [0, 1]
