@@ -403,8 +403,12 @@ class Broker:
     drain = as_awaited(BlockingBroker.drain)
 
     async def close(self) -> None:
-        """See :meth:`cubroker.Broker.close`. What other tasks wait for raises ``Unavailable``."""
-        await awaited(BlockingBroker.close, self.blocking)
+        """See :meth:`cubroker.Broker.close`. What other tasks wait for raises ``Unavailable``.
+
+        One that is not connected has nothing to close.
+        """
+        if self._broker:
+            await awaited(BlockingBroker.close, self._broker)
 
     async def _use(self, devices: Sequence[DeviceId]) -> tuple[str, ...]:
         """Have contexts on devices made in a thread, and return their UUIDs; a GPU's first use takes long."""

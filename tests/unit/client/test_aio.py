@@ -465,8 +465,10 @@ def test_a_session_whose_connect_was_cancelled_ends(broker: BrokerProcess) -> No
 
 def test_a_connect_to_no_broker_fails(tmp_path: Path) -> None:
     async def main() -> None:
+        broker = Broker(tmp_path)
         with pytest.raises(Unavailable, match="no broker serves"):
-            await Broker(tmp_path).connect()
+            await broker.connect()
+        await broker.close()
 
     run(main())
 
