@@ -246,7 +246,8 @@ class Draft(Pool):
     ) -> int:
         """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
 
-        A seal ``in_place`` is made in a thread of the loop.
+        With another ``layout`` it begins when the broker has that: cancelled before, the draft stays open. A seal
+        ``in_place`` is made in a thread of the loop.
         """
         if in_place:
             return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=True)
