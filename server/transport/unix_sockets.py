@@ -60,7 +60,14 @@ class ProbeResult(NamedTuple):
     @property
     def lives(self) -> bool:
         """Whether the process that made the socket listen may still be there; others may hold the socket after it."""
-        return not self.pid or Path("/proc", str(self.pid)).exists()
+        try:
+            if self.pid:
+                os.kill(self.pid, 0)  # it may only be hidden in /proc (proc(5), hidepid)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it is another user's
+        return True
 
     def came_from(self, listener: socket.socket, path: Path) -> bool:
         """Whether ``listener`` answered the probe of ``path``; with a full backlog its name alone decides."""

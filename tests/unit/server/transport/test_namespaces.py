@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,43 @@ def test_a_client_reaches_the_directory_where_it_is_mounted_read_only_too(
     with visiting(elsewhere, "llama", before) as guest:
         assert guest.said == CONTENT
     assert subprocess.run(["mountpoint", "-q", elsewhere], check=False).returncode
+
+
+HIDDEN = """
+import os, signal, socket, sys
+from pathlib import Path
+from cubroker.server.hardening import hide
+from cubroker.server.transport.unix_sockets import Access, BoundSocket
+
+path = Path(sys.argv[1])
+os.chown(path.parent, 65534, 65534)
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+bound, told = os.pipe()
+if (pid := os.fork()) == 0:
+    hide()
+    there = BoundSocket(path, socket.SOCK_STREAM, Access(), 1)
+    os.write(told, b"bound")
+    signal.pause()
+os.read(bound, 5)
+assert not Path("/proc", str(pid)).exists()
+try:
+    BoundSocket(path, socket.SOCK_STREAM, Access(), 1)
+except OSError as error:
+    print(error.strerror)
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+BoundSocket(path, socket.SOCK_STREAM, Access(), 1)
+"""
+"""Listens in a process of another user that /proc hides, and then beside it."""
+
+
+@needs_root
+def test_a_process_that_proc_hides_keeps_its_socket_until_it_ends() -> None:
+    mount = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    before = [*unshare("--mount", "--pid", "--fork", "--kill-child"), "sh", "-c", mount, "sh"]
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are below one of root's
+        command = [*before, sys.executable, "-c", HIDDEN, str(Path(folder, "socket"))]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("Address already in use\n", "")
