@@ -331,7 +331,7 @@ def test_a_session_without_its_gateway_is_lost_though_the_broker_lives(
     publish(client, "pool")
     pool = client.attach("pool")
     with monkeypatch.context() as patch:
-        patch.setattr(zmq.Context, "socket", lambda *_: (_ for _ in ()).throw(zmq.ZMQError(24)))
+        patch.setattr(zmq.Socket, "connect", lambda *_: (_ for _ in ()).throw(zmq.ZMQError(24)))
         os.kill(gateway_of(broker.pid), signal.SIGKILL)
         eventually(lambda: pool.lost, "the end of the session")
     assert "no connection for requests" in pool.lost

@@ -73,8 +73,8 @@ def test_a_quota_that_shrinks_ends_no_session_and_admits_none() -> None:
     [
         ("keep = 5\nbudget = '2MiB", "is no TOML"),
         ("budget = '2MiB'\nkep = 1", ":2: there is no setting kep; did you mean keep?"),
-        ("keep = 5\nbudget = '65MiB'", "a budget of 65MiB is 68157440 bytes, and the device has 67108864"),
-        ("budget = { 0 = '3MiB', 1 = '65MiB' }", "a budget of 65MiB is 68157440 bytes, and the device has 67108864"),
+        ("keep = 5\nbudget = '65MiB'", "and device 0 (cubroker host device 0) has 67108864"),
+        ("budget = { 0 = '3MiB', 1 = '65MiB' }", "and device 1 (cubroker host device 1) has 67108864"),
         ("keep = 5\nbudget = { 7 = '2MiB', default = '2MiB' }", "a budget for device '7', which is not served"),
     ],
 )
