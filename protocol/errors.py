@@ -205,6 +205,6 @@ def about(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # else its text would give way to the path
             error.filename = os.fspath(path)
         raise

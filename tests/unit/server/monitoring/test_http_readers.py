@@ -210,10 +210,12 @@ def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
             other.bind(str(tmp_path / "other"))
             other.listen(0)
             waiting.connect(str(tmp_path / "other"))  # and is never accepted, so there is no room for another
-            places = (tmp_path / "file", tmp_path / "other", tmp_path / "no" / "folder", Address(*taken.getsockname()))
-            for number, where in enumerate(places, 1):
+            long = tmp_path / ("x" * 120)
+            paths = (tmp_path / "file", tmp_path / "other", tmp_path / "no" / "folder", long)
+            for number, where in enumerate((*paths, Address(*taken.getsockname())), 1):
                 assert opened(Metrics(where, public=True)) is None
                 assert caplog.text.count("there are no metrics, since this process cannot listen on") == number
 
     run(test())
+    assert f"cannot listen on {tmp_path / ('x' * 120)}: AF_UNIX path too long" in caplog.text
     assert (tmp_path / "file").read_text() == "precious"
