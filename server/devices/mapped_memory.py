@@ -57,7 +57,7 @@ def references(pid: int, known: Collection[FileId]) -> set[FileId] | None:
     """
     place = PROC / str(pid)
     try:
-        return {file for file in (*_mapped(place), *_open(place)) if file in known}
+        return {file for file in _referred(place) if file in known}
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(f"process {pid} has ended") from None
     except OSError:  # not permitted, or no descriptor is left to read it with
@@ -89,17 +89,18 @@ def started(pid: int) -> int | None:
     return int(stat.rpartition(b")")[2].split()[_STARTTIME])
 
 
-def _mapped(place: Path) -> set[FileId]:
-    """Return the memory files that a process maps. Once its first thread has ended, only the others have any."""
+def _referred(place: Path) -> Iterator[FileId]:
+    """Yield the memory files that a process refers to. Once its first thread has ended, only the others have any."""
     if maps := (place / "maps").read_bytes():
-        return set(_files(maps))
-    found = set[FileId]()
+        yield from _files(maps)
+        yield from _open(place)
+        return
     for task in (place / "task").iterdir():
         try:
-            found.update(_files((task / "maps").read_bytes()))
+            yield from _files((task / "maps").read_bytes())
+            yield from _open(task)
         except (FileNotFoundError, ProcessLookupError):  # that thread has ended meanwhile
             continue
-    return found
 
 
 def _files(maps: bytes) -> Iterator[FileId]:
@@ -114,17 +115,15 @@ def _files(maps: bytes) -> Iterator[FileId]:
         at = maps.find(mark, at + 1)
 
 
-def _open(place: Path) -> set[FileId]:
-    """Return the memory files behind a process's descriptors."""
-    files = set[FileId]()
+def _open(place: Path) -> Iterator[FileId]:
+    """Yield the memory files behind the descriptors of a process or a thread."""
     for descriptor in (place / "fd").iterdir():
         try:
             if str(descriptor.readlink()).startswith(_NAME):
                 found = descriptor.stat()
-                files.add(FileId(found.st_dev, found.st_ino))
+                yield FileId(found.st_dev, found.st_ino)
         except (FileNotFoundError, ProcessLookupError):  # it was closed meanwhile
             continue
-    return files
 
 
 class FilePart(NamedTuple):

@@ -44,15 +44,16 @@ from tests.unit.server.loops import run, until
 MIB = 1 << 20
 OURS, UID = os.getpid(), os.geteuid()
 
-MAPPED_BY_A_THREAD = """
+HELD_BY_A_THREAD = """
 import ctypes, mmap, os, sys, threading
-held = mmap.mmap(int(sys.argv[1]), 1 << 20)
-os.close(int(sys.argv[1]))
+if sys.argv[2] == "mapped":
+    held = mmap.mmap(int(sys.argv[1]), 1 << 20)
+    os.close(int(sys.argv[1]))
 def stay():
     sys.stdin.read()
     os._exit(0)
 threading.Thread(target=stay).start()
-print("mapped", flush=True)
+print("held", flush=True)
 ctypes.CDLL(None).syscall(ctypes.c_long(60), ctypes.c_long(0))
 """
 """Ends its first thread alone, by the system call exit, and stays until its input ends."""
@@ -89,12 +90,13 @@ def test_a_path_that_looks_like_memory_misleads_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86-64")
-def test_a_process_whose_first_thread_has_ended_is_looked_at_all_the_same() -> None:
+@pytest.mark.parametrize("how", ["mapped", "open"])
+def test_a_process_whose_first_thread_has_ended_is_looked_at_all_the_same(how: str) -> None:
     with shared() as (descriptor, known):
-        command = [sys.executable, "-c", MAPPED_BY_A_THREAD, str(descriptor)]
+        command = [sys.executable, "-c", HELD_BY_A_THREAD, str(descriptor), how]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[descriptor]) as process:
             assert process.stdout
-            assert process.stdout.readline() == b"mapped\n"
+            assert process.stdout.readline() == b"held\n"
             while Path(f"/proc/{process.pid}/maps").read_bytes():
                 assert process.poll() is None
             assert references(process.pid, {known}) == {known}
