@@ -176,17 +176,17 @@ class Broker:
         """Write all changes to the journal, if there is one; False if it has no room for them now."""
         if self._store is None or self._log is None:
             return True
-        self._unwritten += self._ledger.changes()
-        self._unwritten += self._log.changes()
-        if self._unwritten:
-            try:
+        try:
+            self._unwritten += self._ledger.changes()
+            self._unwritten += self._log.changes()
+            if self._unwritten:
                 self._store.journal.commit(self._unwritten)
-            except (OSError, MemoryError) as error:
-                if self._retry is None:
-                    log.error("the journal takes nothing, so requests wait: %s", explain(error))
-                    self._retry = self._loop.call_later(RETRY, self._queue.put, JournalRetryDue())
-                return False
-            self._unwritten = []
+        except (OSError, MemoryError) as error:
+            if self._retry is None:
+                log.error("the journal takes nothing, so requests wait: %s", explain(error))
+                self._retry = self._loop.call_later(RETRY, self._queue.put, JournalRetryDue())
+            return False
+        self._unwritten = []
         return True
 
     # -- decode ------------------------------------------------------------------------------------

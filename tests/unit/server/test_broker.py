@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
+from contextlib import closing
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -30,7 +33,7 @@ from cubroker.protocol.wire import authentication
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
 from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue
-from cubroker.server.ledger import HeldMemory, Ledger
+from cubroker.server.ledger import Budget, HeldMemory, Ledger, snapshot
 from cubroker.server.ledger.events import (
     Allocate,
     Allocated,
@@ -47,10 +50,15 @@ from cubroker.server.ledger.events import (
 )
 from cubroker.server.ledger.snapshot import Audit
 from cubroker.server.monitoring.observer import EventCounter, LedgerObserver
+from cubroker.server.store.fdstore import AsyncNotifier, Store
+from cubroker.server.store.sd_notify import Manager
 from cubroker.server.transport import framing
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
+from cubroker.server.transport.session_journal import SessionLog
 from tests.brokers import BrokerProcess, eventually, serving
+from tests.faults import fail_nth
+from tests.stores import ROOM, FdStore
 from tests.unit.server.clients import RawClient, session
 from tests.unit.server.loops import Gateway, run
 
@@ -290,3 +298,33 @@ def test_a_mistake_in_the_ledger_is_logged_answered_and_survived(caplog: pytest.
         run(test())
     assert "the broker failed at RequestReceived(session=1, request=1, body=ListDevices()" in caplog.text
     assert caplog.text.count("Traceback") == 4  # one for each of those events
+
+
+def test_what_there_is_no_memory_to_write_down_is_written_down_before_anyone_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        with closing(FdStore(tmp_path / "notify")):
+            store = Store(AsyncNotifier(Manager(str(tmp_path / "notify"), limit=ROOM)), {})
+            queue, ledger = EventQueue(), Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0, store=ROOM)
+            nothing, gateway = cast(MulticastBinder, None), cast(GatewayProcess, Gateway())
+            broker = Broker(queue, ledger, {}, nothing, load("host:1"), gateway, store=store, session_log=SessionLog())
+            ours, client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            client.setblocking(False)
+            fail_nth(monkeypatch, snapshot, "_encode", 1, MemoryError())
+            queue.put(ClientGreeted(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), VERSIONS[-1]))
+            assert not dict(store.journal.items())
+            with pytest.raises(BlockingIOError):
+                client.recv(1000)
+            assert await asyncio.get_running_loop().sock_recv(client, 1000), "the welcome"
+            written = {key: value for key, value in store.journal.items() if key.startswith(snapshot.PREFIX)}
+            assert written == ledger.snapshot()
+            broker.close("the end")
+            client.close()
+            store.journal.close()
+            store.notifier.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert "the journal takes nothing, so requests wait: " in caplog.text

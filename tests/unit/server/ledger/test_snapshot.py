@@ -12,9 +12,10 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.status import ProcessInfo
-from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, entries, invariants, tables
+from cubroker.server.ledger import Budget, Impossible, Ledger, Limits, entries, invariants, snapshot, tables
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
+from tests.faults import fail_nth
 from tests.unit.server.ledger.story import (
     ALICE,
     BOB,
@@ -355,6 +356,23 @@ def test_a_batch_is_recorded_as_it_ended() -> None:
     assert story.ledger.changes() == []
     story.quietly(e.ProcessExited(1))
     assert story.ledger.changes() == [(b"l/session/1/", None)]
+
+
+def test_what_there_was_no_memory_to_encode_is_recorded_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(store=100)
+    story.joins(1)
+    story.publishes(1, "a")
+    for at in range(1, 100):
+        with monkeypatch.context() as patch:
+            calls = fail_nth(patch, snapshot, "_encode", at, MemoryError())
+            try:
+                changes = story.ledger.changes()
+            except MemoryError:
+                continue
+            break
+    assert calls() == at - 1 > 1
+    assert {key: value for key, value in changes if value is not None} == story.ledger.snapshot()
+    assert story.ledger.changes() == []
 
 
 # -- devices that are not there any more -----------------------------------------------------------
