@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import select
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -72,10 +73,15 @@ class AsyncNotifier:
     A newer sign of life or status replaces the one that waits. Descriptors wait a limited time; removals wait for ever,
     since descriptors that are never removed would fill the store. Threads that may block use ``manager`` itself. The
     two keep no order with each other, so neither stores or removes names of the other. Closes ``manager`` at its end.
+
+    Attributes:
+        idle: set while no message waits.
     """
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
+        self.idle = threading.Event()
+        self.idle.set()
         self._messages: dict[object, _Message] = {}
         self._waits = False
 
@@ -107,7 +113,7 @@ class AsyncNotifier:
             close_all(duplicates)
             raise
         timer = asyncio.get_running_loop().call_later(sd_notify.PATIENCE, self._expire, name)
-        self._messages[name] = _Message(text, duplicates, timer, replies, name)
+        self._add(name, _Message(text, duplicates, timer, replies, name))
         self._wait()
         return False
 
@@ -124,8 +130,12 @@ class AsyncNotifier:
             self._take(key)
         self.manager.close()
 
-    def _post(self, key: object, message: _Message) -> None:
+    def _add(self, key: object, message: _Message) -> None:
         self._messages[key] = message
+        self.idle.clear()
+
+    def _post(self, key: object, message: _Message) -> None:
+        self._add(key, message)
         if len(self._messages) == 1:
             self._send()
 
@@ -169,6 +179,8 @@ class AsyncNotifier:
 
     def _take(self, key: object) -> _Message:
         message = self._messages.pop(key)
+        if not self._messages:
+            self.idle.set()
         close_all(message.descriptors)
         if message.timer:
             message.timer.cancel()
@@ -222,9 +234,14 @@ class Store:
     def hold(self, name: str, descriptors: Sequence[int]) -> None:
         """Store descriptors under a name. Any thread may call this; it waits while the manager has no room.
 
+        What the ``notifier`` has to say goes before: the store may have no room for these until sessions are removed.
+
         Raises ``Unavailable`` if the manager does not take them in time.
         """
-        self._manager.say(sd_notify.storing(name, poll=False), descriptors)
+        text = sd_notify.storing(name, poll=False)
+        if not self.notifier.idle.wait(sd_notify.PATIENCE):
+            raise self._manager.late(text)
+        self._manager.say(text, descriptors)
 
     def drop(self, name: str) -> None:
         """Remove a name from the store; as :meth:`hold`.

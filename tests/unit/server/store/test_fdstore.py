@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -192,6 +193,39 @@ def test_where_nobody_tells_when_there_is_room_it_is_tried_again(
             full.read()
         full.notifier.say(sd_notify.WATCHDOG)
         await until(lambda: not offers)
+
+    run(test())
+
+
+def test_what_a_thread_stores_comes_after_what_waits_to_be_removed(full: Place) -> None:
+    async def test() -> None:
+        full.notifier.manager.limit = ROOM
+        store = Store(full.notifier, {})
+        for number in range(100):
+            full.notifier.remove(f"s{number}")
+        with memory(b"") as file:
+            thread = threading.Thread(target=store.hold, args=("m1.0", [file]))
+            thread.start()
+            last = "FDSTORE=1 FDNAME=m1.0 FDPOLL=0"
+            messages = await full.read_until(last)
+            assert messages == [*(f"FDSTOREREMOVE=1 FDNAME=s{number}" for number in range(100)), last]
+            thread.join()
+        store.journal.close()
+
+    run(test())
+
+
+def test_a_thread_waits_no_longer_than_others_for_what_goes_before(
+    full: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        full.notifier.manager.limit = ROOM
+        store = Store(full.notifier, {})
+        full.notifier.remove("s1")
+        monkeypatch.setattr(sd_notify, "PATIENCE", 0.01)
+        with memory(b"") as file, pytest.raises(Unavailable, match="did not take FDSTORE=1 within"):
+            await asyncio.to_thread(store.hold, "m1.0", [file])
+        store.journal.close()
 
     run(test())
 
