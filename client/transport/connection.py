@@ -146,8 +146,8 @@ class Connection:
         self._channel.close()
         self._waker.disown()
 
-    def _dial(self) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
+    def _dial(self, dealer: zmq.Socket[bytes]) -> None:
+        self._dealer = dealer
         dealer.linger = 0
         dealer.immediate = True  # while there is no gateway, requests wait here, and are not queued twice
         dealer.sndhwm = 0
@@ -155,7 +155,6 @@ class Connection:
         dealer.maxmsgsize = wire.MAX_MESSAGE
         dealer.connect(self._endpoint)
         self._poller.register(dealer, zmq.POLLIN)
-        return dealer
 
     def _run(self) -> None:
         if not self._begun.acquire(blocking=False):
@@ -188,7 +187,7 @@ class Connection:
                 zmq_preflight.check()
                 self._context = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
-                self._dealer = self._dial()
+                self._dial(self._context.socket(zmq.DEALER))
             self._ready.set(None)
             return self._serve()
 
@@ -231,9 +230,19 @@ class Connection:
         return None
 
     def _redial(self) -> None:
-        """Connect to the next gateway, by the same socket: for another one the process may lack descriptors now."""
-        self._dealer.disconnect(self._endpoint)
-        self._dealer.connect(self._endpoint)
+        """Connect to the next gateway by another socket: one that disconnects still takes requests, and loses them.
+
+        Without a descriptor for another one now, the same has to do; what it loses is sent again as overdue.
+        """
+        try:
+            dealer = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError:
+            self._dealer.disconnect(self._endpoint)
+            self._dealer.connect(self._endpoint)
+        else:
+            self._poller.unregister(self._dealer)
+            self._dealer.close()
+            self._dial(dealer)
         self._requests.resend_all()
 
     def _receive(self) -> None:

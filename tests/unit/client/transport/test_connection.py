@@ -17,13 +17,13 @@ import pytest
 import zmq
 
 from cubroker.client import Broker
-from cubroker.client.transport import handshake
+from cubroker.client.transport import connection, handshake, requests
 from cubroker.client.transport.connection import Waker
 from cubroker.client.transport.handshake import ATTEMPTS
 from cubroker.client.transport.requests import RESEND
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import Attach, DeviceList, Done, ListDevices, Pong, Refused, Welcome
+from cubroker.protocol.messages import Attach, DeviceList, Done, GatewayChanged, ListDevices, Pong, Refused, Welcome
 from cubroker.protocol.paths import SESSION_SOCKET, directory_of
 from tests.accounts import group_name
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
@@ -77,7 +77,19 @@ def test_nothing_is_left_lying_while_the_thread_sleeps_whenever_it_was_added() -
     assert taken == list(range(count))
 
 
-def test_requests_survive_the_gateway() -> None:
+@pytest.mark.parametrize("late", [0.0, 0.2])
+def test_requests_survive_the_gateway(monkeypatch: pytest.MonkeyPatch, late: float) -> None:
+    """Also where libzmq has connected to the next one by itself before the notice of it is read."""
+
+    def read_late(data: bytes) -> object:
+        notice = requests.read_notice(data)
+        if isinstance(notice, GatewayChanged):
+            time.sleep(late)
+        return notice
+
+    monkeypatch.setattr(connection, "read_notice", read_late)
+    for module in (connection, requests):
+        monkeypatch.setattr(module, "RESEND", PATIENCE)  # so that what is lost stays lost
     with serving() as process, Broker(process.directory) as broker:
         reader = begun(lambda: broker.attach("later", wait=PATIENCE).close())
         eventually(broker.requests.waiting, "the request")
