@@ -223,7 +223,8 @@ class ReplyCache:
             if frame is not None:
                 self._keep(number, _kept(frame))
         self._lasting: set[int] = set(self._kept)
-        self._changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
+        #: Lasting answers that are not written down yet, and None for those that are not kept any more.
+        self.changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
 
     @property
     def receipts(self) -> Receipts:
@@ -235,10 +236,9 @@ class ReplyCache:
         """The requests whose answers are written down."""
         return frozenset(self._lasting)
 
-    def changes(self) -> dict[int, Frame | None]:
-        """Return the lasting answers that came since the last call, and None for those that are not kept any more."""
-        changes, self._changes = self._changes, {}
-        return changes
+    def written(self) -> None:
+        """Forget the changes: they are encoded, every one."""
+        self.changes = {}
 
     @property
     def crowded(self) -> bool:
@@ -328,7 +328,7 @@ class ReplyCache:
             self._keep(number, _kept(answer))
             if lasting:
                 self._lasting.add(number)
-                self._changes[number] = answer
+                self.changes[number] = answer
         return routing
 
     def tell(self, number: int, nbytes: int) -> bytes:
@@ -363,7 +363,7 @@ class ReplyCache:
         self.account.remove(answer.cost, answer.layout)
         if number in self._lasting:
             self._lasting.remove(number)
-            self._changes[number] = None
+            self.changes[number] = None
 
     def _keep(self, number: int, answer: CachedReply) -> None:
         self._kept[number] = answer

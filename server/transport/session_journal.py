@@ -44,7 +44,6 @@ LASTING = frozenset((Attached, Created, Sealed, Done, Retirement, Locked, EventS
 """Replies of requests that changed something or were refused: a cancelled request must not be done when it comes again,
 since the cancel would not come again. Replies that only tell something are worked out anew."""
 
-RETRY = 0.5  #: Seconds after which changes that could not be written are written again.
 RESTARTS = b"n"  #: The key of how many brokers went on with the journal.
 
 _NUMBER = rb"/(?:0|[1-9][0-9]{0,18})"
@@ -109,7 +108,7 @@ class SessionLog:
         for key in (
             _session_key(session),
             _key("r", number),
-            *(_key("a", number, each) for each in (*session.replies.lasting, *session.replies.changes())),
+            *(_key("a", number, each) for each in (*session.replies.lasting, *session.replies.changes)),
         ):
             self._changes[key] = None
 
@@ -130,14 +129,16 @@ class SessionLog:
         for session in self._asked:
             self._write(session)
         self._asked.clear()
-        changes, self._changes = self._changes, {}
-        return list(changes.items())
+        changes = list(self._changes.items())
+        self._changes = {}
+        return changes
 
     def _write(self, session: SessionConnection) -> None:
         number, changes = session.number, self._changes  # keys are formatted here and not by _key: this runs often
         changes[b"r/%d" % number] = _encode(session.replies.receipts)
-        for request, reply in session.replies.changes().items():
+        for request, reply in session.replies.changes.items():
             changes[b"a/%d/%d" % (number, request)] = None if reply is None else _encode(_entry(reply))
+        session.replies.written()  # not before: there may be no memory for a value
 
 
 def _entry(reply: Frame) -> tuple[bytes, int]:

@@ -276,12 +276,14 @@ def test_what_lasts_is_told_once_and_once_more_when_the_client_has_it() -> None:
     answers.settle(2, b"two")
     answers.settle(3, b"three", lasting=True)
     assert answers.lasting == {1, 3}
-    assert answers.changes() == {1: b"one", 3: b"three"}
-    assert answers.changes() == {}
+    assert answers.changes == {1: b"one", 3: b"three"}
+    answers.written()
+    assert answers.changes == {}
     assert answers.admit(4, 2, b"here", 10, (2,)) is Admission.NEW
-    assert answers.changes() == {1: None}
+    assert answers.changes == {1: None}
+    answers.written()
     assert answers.admit(5, 1, b"here", 10, (3,)) is Admission.NEW
-    assert answers.changes() == {3: None}
+    assert answers.changes == {3: None}
     assert answers.lasting == set()
 
 
@@ -290,7 +292,7 @@ def test_what_an_earlier_broker_answered_is_answered_again_and_what_it_refused_i
     answers = ReplyCache(receipts, {3: b"three", 4: None})
     assert answers.receipts == receipts
     assert answers.lasting == {3}
-    assert answers.changes() == {4: None}
+    assert answers.changes == {4: None}
     verdicts = {number: answers.admit(number, 1, b"here", 10) for number in (2, 3, 5, 8, 9)}
     assert verdicts == {2: Admission.STALE, 3: b"three", 5: Admission.STALE, 8: Admission.FULL, 9: Admission.NEW}
 

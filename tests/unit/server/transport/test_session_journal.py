@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import cast
 
 import msgspec
@@ -11,9 +12,11 @@ import pytest
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.messages import Answer, Attached, Created, Done, Failed, Pools, ReplicaHandles, Sealed
+from cubroker.server.transport import session_journal
 from cubroker.server.transport.reply_cache import Admission, Frame, Receipts, ReplyCache
 from cubroker.server.transport.session import SessionConnection
 from cubroker.server.transport.session_journal import LASTING, Changes, LoggedSession, SessionLog, recall
+from tests.faults import fail_nth
 
 ATTACHED = Attached(7, "pool", 3, "vmm", b"layout", (ReplicaHandles("device", (b"descriptor",)),))
 
@@ -85,6 +88,25 @@ def test_a_session_is_read_as_it_was_written() -> None:
     assert answers.admit(2, 1, b"id", 10) == Answer(2, ATTACHED)
     assert answers.admit(3, 1, b"id", 10) == wire.pack(Answer(3, Failed("exists", "it is there")))
     assert [answers.admit(number, 1, b"id", 10) for number in (4, 6)] == [Admission.NEW] * 2  # to be worked out anew
+
+
+def test_what_there_was_no_memory_to_encode_is_written_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in range(1, 100):
+        scribe, book, client = SessionLog(), Book(), Client(5)
+        scribe.opened(client.session, welcomed=True)
+        scribe.asked(client.session)
+        client.ask(1, Answer(1, Done()))
+        client.ask(2, Answer(2, ATTACHED))
+        with monkeypatch.context() as patch:
+            calls = fail_nth(patch, session_journal, "_encode", at, MemoryError())
+            with suppress(MemoryError):
+                book.write(scribe.changes())
+        book.write(scribe.changes())
+        assert sorted(remembered_of(book, 5).replies) == [1, 2]
+        assert scribe.changes() == []
+        if calls() < at:
+            break
+    assert at > 3
 
 
 @pytest.mark.parametrize(("version", "key"), [(1, b"s/5"), (3, b"s/5"), (4, b"k/5")])
