@@ -58,6 +58,8 @@ class _Message:
     #: Gets the outcome, with the name under which they are stored.
     replies: ReplyQueue | None = None
     name: str = ""
+    #: Its place among all messages that ever waited, from 1 on.
+    number: int = 0
 
     def conclude(self, error: Unavailable | None) -> None:
         """Tell what became of it."""
@@ -72,17 +74,17 @@ class AsyncNotifier:
 
     A newer sign of life or status replaces the one that waits. Descriptors wait a limited time; removals wait for ever,
     since descriptors that are never removed would fill the store. Threads that may block use ``manager`` itself. The
-    two keep no order with each other, so neither stores or removes names of the other. Closes ``manager`` at its end.
-
-    Attributes:
-        idle: set while no message waits.
+    two keep no order with each other, so neither stores or removes names of the other; a thread that stores may
+    :meth:`await_turn`. Closes ``manager`` at its end.
     """
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
-        self.idle = threading.Event()
-        self.idle.set()
         self._messages: dict[object, _Message] = {}
+        self._posted = 0
+        #: Of the message that is sent next. Threads wait for its change.
+        self._next = 1
+        self._progress = threading.Condition()
         self._waits = False
 
     def say(self, text: str, kind: str = "") -> None:
@@ -124,6 +126,15 @@ class AsyncNotifier:
         else:
             self._post(object(), _Message(sd_notify.removing(name)))
 
+    def await_turn(self, seconds: float) -> bool:
+        """Wait until all that waits now was sent, or is not to be sent any more; False if it takes longer. Any thread.
+
+        What is posted meanwhile is not waited for.
+        """
+        with self._progress:
+            last = self._posted
+            return self._progress.wait_for(lambda: self._next > last, seconds)
+
     def close(self) -> None:
         """Forget unsent messages, and close the manager's socket."""
         for key in list(self._messages):
@@ -131,8 +142,10 @@ class AsyncNotifier:
         self.manager.close()
 
     def _add(self, key: object, message: _Message) -> None:
+        with self._progress:
+            self._posted += 1
+        message.number = self._posted
         self._messages[key] = message
-        self.idle.clear()
 
     def _post(self, key: object, message: _Message) -> None:
         self._add(key, message)
@@ -179,8 +192,10 @@ class AsyncNotifier:
 
     def _take(self, key: object) -> _Message:
         message = self._messages.pop(key)
-        if not self._messages:
-            self.idle.set()
+        first = next(iter(self._messages.values()), None)
+        with self._progress:
+            self._next = first.number if first else self._posted + 1
+            self._progress.notify_all()
         close_all(message.descriptors)
         if message.timer:
             message.timer.cancel()
@@ -234,12 +249,12 @@ class Store:
     def hold(self, name: str, descriptors: Sequence[int]) -> None:
         """Store descriptors under a name. Any thread may call this; it waits while the manager has no room.
 
-        What the ``notifier`` has to say goes before: the store may have no room for these until sessions are removed.
+        What waits at the ``notifier`` goes before: the store may have no room for these until sessions are removed.
 
         Raises ``Unavailable`` if the manager does not take them in time.
         """
         text = sd_notify.storing(name, poll=False)
-        if not self.notifier.idle.wait(sd_notify.PATIENCE):
+        if not self.notifier.await_turn(sd_notify.PATIENCE):
             raise self._manager.late(text)
         self._manager.say(text, descriptors)
 
