@@ -12,10 +12,9 @@ more sessions are not more memory. A layout counts once for its user, however ma
 thousand workers that attach to one model, or offer the same one, cost its layout once. What a session has is given
 back when it ends.
 
-Past a bound further requests are refused, and so are their copies, however late. Of those only the highest number
-is remembered: what came before it and is not known was lost, or refused as well. A request that gives something back
-is not refused but ignored, and so done when it is sent again and there is room; so is a cancel that comes before the
-request that it is meant for.
+Past a bound further requests are refused, and so are their copies, however late: their numbers are remembered until
+the client has the refusals, as spans too. A request that gives something back is not refused but ignored, and so done
+when it is sent again and there is room; so is a cancel that comes before the request that it is meant for.
 """
 
 from __future__ import annotations
@@ -187,16 +186,29 @@ class Spans:
         place = bisect_right(self.edges, number)
         del self.edges[: place - place % 2]
 
+    def close_gaps(self) -> None:
+        """Add all numbers between the lowest and the highest."""
+        del self.edges[1:-1]
+
 
 class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a client has said that it has, and the highest number that it was refused for good."""
+    """What a client has said that it has, and what it was refused for good."""
 
+    #: The client has all replies before this number.
     oldest: int
-    refused: int
+    #: Edges of :class:`Spans`. Earlier builds wrote the highest number, and took all unknown ones before it with it.
+    refused: tuple[int, ...] | int
+    #: Edges of :class:`Spans`: other replies that the client has.
     received: tuple[int, ...]
 
+    def refused_edges(self) -> tuple[int, ...]:
+        """Return ``refused``, as it is written now."""
+        if isinstance(self.refused, tuple):
+            return self.refused
+        return (self.oldest, self.refused + 1) if self.oldest <= self.refused else ()
 
-NO_RECEIPTS = Receipts(0, 0, ())
+
+NO_RECEIPTS = Receipts(0, (), ())
 
 
 class ReplyCache:
@@ -218,7 +230,7 @@ class ReplyCache:
         self._kept: dict[int, CachedReply] = {}
         self._received = Spans(receipts.received)
         self._oldest = receipts.oldest
-        self._refused = receipts.refused
+        self._refused = Spans(receipts.refused_edges())
         for number, frame in kept.items():
             if frame is not None:
                 self._keep(number, _kept(frame))
@@ -229,7 +241,7 @@ class ReplyCache:
     @property
     def receipts(self) -> Receipts:
         """What the client has said that it has."""
-        return Receipts(self._oldest, self._refused, tuple(self._received.edges))
+        return Receipts(self._oldest, tuple(self._refused.edges), tuple(self._received.edges))
 
     @property
     def lasting(self) -> frozenset[int]:
@@ -293,14 +305,14 @@ class ReplyCache:
         if (kept := self._kept.get(number)) is not None:
             if kept.frame is not None:
                 return kept.frame
-            self._forget(number)
+            self._forget(number)  # to be worked out anew
         if number in self._pending:
             self._pending[number] = (routing, *self._pending[number][1:])
             return Admission.PENDING
         edges = self._received.edges  # nearly always there are none
         if number < self._oldest or (edges and number in self._received):
             return Admission.STALE
-        if number <= self._refused and kept is None and not must_deliver:
+        if number in self._refused and not must_deliver:
             return Admission.FULL
         known = len(self._pending) + len(self._kept) + len(edges) // 2
         cost, travelling = nbytes + OVERHEAD, self._travelling + nbytes + len(layout)
@@ -308,7 +320,7 @@ class ReplyCache:
         if known >= MAX_REQUESTS or (known and travelling > MAX_BYTES) or not room:
             if must_deliver:
                 return Admission.LATER
-            self._refused = max(self._refused, number)
+            self._refuse(number)
             return Admission.FULL
         if 0 < about < number and self._is_to_come(about):
             return Admission.LATER
@@ -342,16 +354,22 @@ class ReplyCache:
         """Whether the request is still to be answered."""
         return number in self._pending
 
+    def _refuse(self, number: int) -> None:
+        self._refused.add(number)
+        if len(self._refused) > MAX_REQUESTS:  # of a client that leaves out numbers, which none of ours does
+            self._refused.close_gaps()
+
     def _is_to_come(self, number: int) -> bool:
         """Whether a request would be done if it came: it did not, and its client has no answer or refusal of it."""
         there = number in self._pending or number in self._kept or number in self._received
-        return not there and number >= self._oldest and number > self._refused
+        return not there and number >= self._oldest and number not in self._refused
 
     def _acknowledge(self, oldest: int) -> None:
         """Drop kept answers before ``oldest``, up to the first that stays; requests are answered about in order."""
         self._oldest = oldest
-        if self._received.edges:
-            self._received.drop_runs_before(oldest)
+        for spans in (self._received, self._refused):
+            if spans.edges:  # nearly always there are none
+                spans.drop_runs_before(oldest)
         kept = self._kept
         while kept and (number := next(iter(kept))) < oldest:
             self._forget(number)

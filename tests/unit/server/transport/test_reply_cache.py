@@ -106,10 +106,21 @@ def test_what_was_refused_is_never_done() -> None:
     answers, late = full()
     for number in (late, late + 7):
         assert answers.admit(number, 1, b"here", 10) is Admission.FULL
-    for number in (late, late + 3, late + 7):  # copies, and one that was lost while there was no room
+    for number in (late, late + 7):  # copies
         assert answers.admit(number, late, b"here", 10) is Admission.FULL
-    assert answers.admit(late + 8, late, b"here", 10) is Admission.NEW
+    for number in (late + 3, late + 8):  # the first was lost while there was no room
+        assert answers.admit(number, late, b"here", 10) is Admission.NEW
     assert answers.admit(late, late + 8, b"here", 10) is Admission.STALE, "its client has the refusal"
+    assert answers.receipts.refused == ()
+
+
+def test_refusals_of_a_client_that_leaves_out_numbers_are_bounded() -> None:
+    answers, late = full()
+    for number in range(late, late + 2 * MAX_REQUESTS + 1, 2):
+        assert answers.admit(number, 1, b"here", 10) is Admission.FULL
+        assert len(answers.receipts.refused) <= 2 * MAX_REQUESTS
+    assert answers.receipts.refused == (late, late + 2 * MAX_REQUESTS + 1)
+    assert answers.admit(late + 1, late, b"here", 10, must_deliver=True) is Admission.NEW, "it takes no refusal"
 
 
 def test_what_its_client_insists_on_is_not_refused_but_done_when_there_is_room() -> None:
@@ -288,13 +299,30 @@ def test_what_lasts_is_told_once_and_once_more_when_the_client_has_it() -> None:
 
 
 def test_what_an_earlier_broker_answered_is_answered_again_and_what_it_refused_is_refused() -> None:
-    receipts = Receipts(oldest=3, refused=8, received=(5, 6))
+    receipts = Receipts(oldest=3, refused=(6, 7, 8, 9), received=(5, 6))
     answers = ReplyCache(receipts, {3: b"three", 4: None})
     assert answers.receipts == receipts
     assert answers.lasting == {3}
     assert answers.changes == {4: None}
-    verdicts = {number: answers.admit(number, 1, b"here", 10) for number in (2, 3, 5, 8, 9)}
-    assert verdicts == {2: Admission.STALE, 3: b"three", 5: Admission.STALE, 8: Admission.FULL, 9: Admission.NEW}
+    verdicts = {number: answers.admit(number, 1, b"here", 10) for number in (2, 3, 5, 6, 7, 8, 9)}
+    assert verdicts == {
+        2: Admission.STALE,
+        3: b"three",
+        5: Admission.STALE,
+        6: Admission.FULL,
+        7: Admission.NEW,  # told, or pending, when that broker ended
+        8: Admission.FULL,
+        9: Admission.NEW,
+    }
+
+
+@pytest.mark.parametrize(("refused", "edges"), [(0, ()), (2, ()), (3, (3, 4)), (8, (3, 9))])
+def test_of_refusals_an_earlier_build_wrote_the_highest_number(refused: int, edges: tuple[int, ...]) -> None:
+    answers = ReplyCache(Receipts(oldest=3, refused=refused, received=()))
+    assert answers.receipts.refused == edges
+    if edges:
+        assert answers.admit(refused, 1, b"here", 10) is Admission.FULL
+    assert answers.admit(refused + 3, 1, b"here", 10) is Admission.NEW
 
 
 def test_numbers_that_were_never_asked_are_no_receipts() -> None:
