@@ -260,15 +260,15 @@ class PosixAio:
             os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:
-        """Say that this process reads so. Its first call says how many threads there may be.
+        """Say that this process reads so. Before the first read it says how many threads there may be.
 
-        That holds if the process has not read so by other means: glibc takes no other limit then.
+        That holds if nothing else in the process has called ``aio_init`` or read so: glibc takes no other limit then.
         """
-        if not self.used:
-            self.used = True
+        if not self.used:  # two threads may say it, but none reads before it
             cores = len(os.sched_getaffinity(0))
             threads = min(max(cores - OTHER_CORES, MIN_AIO_THREADS), MAX_AIO_THREADS)
             self._limit(_Limits(threads=threads, num=USUAL_REQUESTS))
+            self.used = True
 
     def _forked(self) -> None:
         self.usable = self.usable and not self.used
