@@ -44,7 +44,7 @@ Tensors = Iterable[tuple[str, object, Shape]] | Mapping[str, tuple[object, Shape
 """Tensors as callers pass them: triples of name, dtype and shape, or a mapping of name to dtype and shape."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a layout."""
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]

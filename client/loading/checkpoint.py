@@ -13,7 +13,9 @@ from contextlib import ExitStack, contextmanager
 from io import FileIO
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Self
+from typing import Self
+
+import msgspec
 
 from cubroker.client.loading.safetensors import (
     INDEX,
@@ -33,7 +35,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 RENAME = "write checkpoints beside the old one and rename them into place"
 
 
-class StoredTensor(NamedTuple):
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """One tensor as a file stores it."""
 
     name: str

@@ -38,7 +38,7 @@ class FormatError(Exception):
     """A file breaks the format; the text says how, as the end of a sentence about the file."""
 
 
-class TensorInfo(msgspec.Struct, frozen=True):
+class TensorInfo(msgspec.Struct, frozen=True, gc=False):
     """A header's entry for one tensor; offsets count from the end of the header."""
 
     dtype: str
