@@ -27,13 +27,14 @@ import os
 import select
 import signal
 import socket
-from asyncio.subprocess import DEVNULL, PIPE, Process
+import subprocess
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import cast
 
+from cubroker.driver import system_calls
 from cubroker.protocol.errors import Unavailable, explain
 from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
@@ -381,6 +382,7 @@ FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 
 GRACE = 1.0  #: Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why.
 LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the log.
+_PIPE = 64 << 10  # bytes that a pipe holds
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
 """How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start, such
@@ -470,40 +472,32 @@ class GatewayProcess:
         """Start a gateway, stay until it has ended, and return how."""
         try:
             process, connection = await self._spawn()
-        except (OSError, RuntimeError) as error:  # asyncio wants a thread to wait for the process, and may get none
+        except (OSError, MemoryError) as error:
             return f"it cannot be started: {explain(error)}"
-        said = asyncio.create_task(_last_words(process))
         self._connection = connection
         connection.queue = self._queue  # the broker may have connected meanwhile
         if self._stopping.is_set():
             connection.close()
         if undone := await watch(connection, self._path):
-            _kill(process)
+            process.kill()
             connection.close()
             undone += ", so it was killed, and "
         await connection.ended
         self._connection = None
-        return f"process {process.pid} {undone}{_ended(await _end(process))}{await said}"
+        status = await process.end()
+        return f"process {process.pid} {undone}{_ended(status)}{process.last_words()}"
 
-    async def _spawn(self) -> tuple[Process, GatewayConnection]:
+    async def _spawn(self) -> tuple[Child, GatewayConnection]:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
             _, connection = await loop.create_unix_connection(lambda: GatewayConnection(self._queue), sock=ours)
             connection.listening.add_done_callback(self._announce)
-            arguments = (theirs.fileno(), self._listener.fileno(), self._path)
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *python_command("cubroker.server.transport.gateway", *map(str, arguments)),
-                    env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
-                    stdin=DEVNULL,
-                    stderr=PIPE,  # where ours leads may block, and a gateway that cannot say why it aborts does not end
-                    pass_fds=(theirs.fileno(), self._listener.fileno()),
-                )
+                return Child(theirs.fileno(), self._listener.fileno(), self._path), connection
             except BaseException:
                 connection.close()
                 raise
-        return process, connection
 
     def _announce(self, listening: asyncio.Future[None]) -> None:
         if listening.cancelled():
@@ -514,18 +508,82 @@ class GatewayProcess:
             self._queue.put(GatewayStarted())
 
 
-async def _end(process: Process) -> int:
-    """Return the status of a gateway whose pipe has closed; it ends by itself, or is killed."""
-    try:
-        return await asyncio.wait_for(process.wait(), GRACE)
-    except TimeoutError:
-        _kill(process)
-        return await process.wait()
+class Child:
+    """A process that runs a gateway. The loop reads what it writes to its standard error, and a pidfd tells its end.
 
+    asyncio has a thread wait for each process on Python 3.11, and on any Python that does not name ``pidfd_open``. A
+    thread that finds no memory to begin with never says that it has begun, and whoever starts it, the loop, waits for
+    that without a limit.
 
-def _kill(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        process.kill()
+    Args:
+        pipe: the gateway's end of the pipe.
+        listener: the listening socket.
+        path: its path.
+
+    Raises:
+        OSError, MemoryError: there is no process.
+    """
+
+    def __init__(self, pipe: int, listener: int, path: Path) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._status: asyncio.Future[int] = self._loop.create_future()
+        self._said = b""
+        with contextlib.ExitStack() as undo:
+            self._process = subprocess.Popen(  # noqa: S603
+                python_command("cubroker.server.transport.gateway", str(pipe), str(listener), str(path)),
+                env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
+                stdin=subprocess.DEVNULL,
+                # Where ours leads may block, and a gateway that cannot say why it aborts does not end.
+                stderr=subprocess.PIPE,
+                pass_fds=(pipe, listener),
+            )
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)  # does nothing once it has ended
+            assert self._process.stderr
+            self._errors = undo.enter_context(self._process.stderr).fileno()
+            os.set_blocking(self._errors, False)
+            pidfd = system_calls.pidfd_open(self.pid)
+            undo.callback(os.close, pidfd)
+            for descriptor, readable in ((self._errors, self._listen), (pidfd, self._exited)):
+                self._loop.add_reader(descriptor, readable)
+                undo.callback(self._loop.remove_reader, descriptor)
+            self._undo = undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        self._process.kill()
+
+    async def end(self) -> int:
+        """Return its status. Its pipe has closed: it ends by itself, or is killed."""
+        if not (await asyncio.wait((self._status,), timeout=GRACE))[0]:
+            self.kill()
+        return await self._status
+
+    def last_words(self) -> str:
+        """Log the end of what it wrote to its standard error, and return the last line, which says most."""
+        text = self._said.decode(errors="replace").strip()
+        if not text:
+            return ""
+        log.error("the gateway said: %s", text)
+        return f" ({text.splitlines()[-1][:200]})"
+
+    def _listen(self) -> None:
+        """Read what it wrote: all of it, since a gateway that cannot write would not end."""
+        with contextlib.suppress(BlockingIOError):
+            more = os.read(self._errors, _PIPE)
+            self._said = (self._said + more)[-LAST_WORDS:]
+            if not more:
+                self._loop.remove_reader(self._errors)
+
+    def _exited(self) -> None:
+        self._listen()
+        self._undo.close()
+        self._status.set_result(self._process.returncode)
 
 
 def _ended(status: int) -> str:
@@ -536,19 +594,3 @@ def _ended(status: int) -> str:
         "was aborted by libzmq, as a rule for want of threads, descriptors or memory; look at LimitNPROC=, TasksMax=,"
         " LimitNOFILE= and LimitAS= of the broker's unit, or at ulimit -a"
     )
-
-
-async def _last_words(process: Process) -> str:
-    """Log what a gateway writes to its standard error, and return the end of it, which says most.
-
-    All of it is read, since a gateway that cannot write would not end.
-    """
-    assert process.stderr
-    said = b""
-    while more := await process.stderr.read(LAST_WORDS):
-        said = (said + more)[-LAST_WORDS:]
-    text = said.decode(errors="replace").strip()
-    if not text:
-        return ""
-    log.error("the gateway said: %s", text)
-    return f" ({text.splitlines()[-1][:200]})"

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from cubroker.server.transport.peer_credentials import Peer
 from tests.faults import fail_nth
 from tests.unit.server.clients import HELLO, hear
 from tests.unit.server.loops import Gateway, Recorder, run, until
-from tests.unit.server.processes import descriptors, files, gateway_of
+from tests.unit.server.processes import files, gateway_of, gateways
 from tests.unit.server.transport.test_requests import LARGE, create, desk
 
 Patch = pytest.MonkeyPatch
@@ -154,31 +156,42 @@ def test_a_layout_is_checked_though_no_thread_can_be_had_any_more(monkeypatch: P
     run(test())
 
 
-def test_a_gateway_that_finds_no_thread_to_wait_for_it_is_not_the_last(tmp_path: Path, monkeypatch: Patch) -> None:
-    failures = 0
-    spawn = asyncio.create_subprocess_exec
+@asynccontextmanager
+async def gateway_process(tmp_path: Path) -> AsyncIterator[Recorder]:
+    """A gateway that listens, and the queue that hears of later ones."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "requests"))
+        listener.listen()
+        gateway, broker = GatewayProcess(listener, tmp_path / "requests"), Recorder()
+        gateway.start()
+        await gateway.connect(broker.queue)
+        try:
+            yield broker
+        finally:
+            await gateway.stop()
 
-    async def scarce(*command: Any, **options: Any) -> Any:
-        nonlocal failures
-        failures += 1
-        if failures < 3:
-            no_thread()
-        return await spawn(*command, **options)
 
+def test_a_gateway_is_started_again_though_no_thread_can_be_had_any_more(tmp_path: Path, monkeypatch: Patch) -> None:
     async def test() -> None:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(tmp_path / "requests"))
-            listener.listen()
-            gateway = GatewayProcess(listener, tmp_path / "requests")
-            broker = Recorder()
-            gateway.start()
-            await gateway.connect(broker.queue)
-            before = descriptors(os.getpid())
-            monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+        async with gateway_process(tmp_path) as broker:
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
             os.kill(gateway_of(os.getpid()), signal.SIGKILL)
             await until(lambda: broker.events)
-            assert failures == 3
-            await until(lambda: descriptors(os.getpid()) <= before)  # others, and no more of them
-            await gateway.stop()
+
+    run(test())
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_gateway_that_cannot_be_watched_is_not_the_last(tmp_path: Path, monkeypatch: Patch, at: int) -> None:
+    async def test() -> None:
+        async with gateway_process(tmp_path) as broker:
+            before, loop = files(os.getpid()), asyncio.get_running_loop()
+            count = fail_nth(monkeypatch, loop, "add_reader", at, OSError(errno.ENOSPC, "No space left on device"))
+            os.kill(gateway_of(os.getpid()), signal.SIGKILL)
+            await until(lambda: broker.events)
+            assert count() == at + 2
+            assert len(gateways(os.getpid())) == 1
+            # As many as before: the pipes and the pidfd are others.
+            await until(lambda: files(os.getpid()).total() <= before.total())
 
     run(test())

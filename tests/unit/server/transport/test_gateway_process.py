@@ -9,9 +9,10 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -519,18 +520,18 @@ async def running(tmp_path: Path) -> AsyncIterator[tuple[GatewayProcess, Consume
 
 def test_a_gateway_that_cannot_be_started_again_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = 0
-    spawn = asyncio.create_subprocess_exec
+    spawn = subprocess.Popen
 
-    async def scarce(*command: Any, **options: Any) -> Any:
+    def scarce(command: Sequence[str], **options: Any) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts < 3:
             raise OSError(11, "Resource temporarily unavailable")
-        return await spawn(*command, **options)
+        return spawn(command, **options)
 
     async def test() -> None:
         async with running(tmp_path) as (gateway, broker):
-            monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+            monkeypatch.setattr(subprocess, "Popen", scarce)
             assert not gateway.obstacle()
             os.kill(gateway_of(os.getpid()), signal.SIGKILL)
             await until(lambda: attempts)
@@ -545,7 +546,7 @@ def test_a_gateway_that_cannot_be_started_again_is_tried_again(tmp_path: Path, m
 
 
 def test_a_gateway_that_cannot_be_started_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*command: Any, **options: Any) -> Any:
+    def never(*_: Any, **__: Any) -> Any:
         raise FileNotFoundError(2, "no python")
 
     async def test() -> None:
@@ -553,7 +554,7 @@ def test_a_gateway_that_cannot_be_started_at_all_is_an_error(tmp_path: Path, mon
             async with running(tmp_path):
                 pass
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", never)
+    monkeypatch.setattr(subprocess, "Popen", never)
     run(test())
 
 
@@ -603,17 +604,17 @@ TALKS = "import sys; sys.stderr.write('much\\n' * 200_000 + 'the end')"
 def test_a_gateway_that_says_much_is_heard_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spawn = asyncio.create_subprocess_exec
+    spawn = subprocess.Popen
 
-    async def talkative(program: str, *_: str, **options: Any) -> Any:
-        return await spawn(program, "-c", TALKS, **options)
+    def talkative(command: Sequence[str], **options: Any) -> Any:
+        return spawn([command[0], "-c", TALKS], **options)
 
     async def test() -> None:
         with pytest.raises(Unavailable, match="the end"):
             async with running(tmp_path):
                 pass
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", talkative)
+    monkeypatch.setattr(subprocess, "Popen", talkative)
     with caplog.at_level(logging.ERROR):
         run(test())
     assert caplog.text.count("much") < gateway_process.LAST_WORDS
@@ -634,11 +635,11 @@ def test_a_gateway_that_is_stopped_as_it_starts_leaves_no_process(tmp_path: Path
 def playing(program: str, spawn: Any, while_true: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
     """Return what starts ``program`` in the place of a gateway, as long as it is to."""
 
-    async def start(python: str, *command: str, **options: Any) -> Any:
+    def start(command: Sequence[str], **options: Any) -> Any:
         if while_true():
-            _, _, _, *arguments = command  # -P -m cubroker.server.transport.gateway
-            command = ("-c", program, *arguments)
-        return await spawn(python, *command, **options)
+            python, _, _, _, *arguments = command  # -P -m cubroker.server.transport.gateway
+            command = [python, "-c", program, *arguments]
+        return spawn(command, **options)
 
     return start
 
@@ -659,8 +660,8 @@ def test_a_gateway_whose_pipe_answers_and_that_forwards_nothing_is_replaced(
             assert broker.restarts == 1
             assert not gateway.obstacle()
 
-    spawn = asyncio.create_subprocess_exec
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", playing(DEAF.format(first=LISTENS), spawn, first))
+    spawn = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", playing(DEAF.format(first=LISTENS), spawn, first))
     with caplog.at_level(logging.WARNING):
         run(test())
     assert "brought back none of 4 questions in 2 s, so it was killed, and ended with status -9" in caplog.text
@@ -672,8 +673,8 @@ def test_a_gateway_that_hangs_before_it_listens_is_killed(tmp_path: Path, monkey
             async with running(tmp_path):
                 pass
 
-    spawn = asyncio.create_subprocess_exec
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", playing(DEAF.format(first="pass"), spawn))
+    spawn = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", playing(DEAF.format(first="pass"), spawn))
     monkeypatch.setattr(gateway_process, "UNANSWERED_AT_START", 3)
     run(test())
     assert not gateways(os.getpid())
