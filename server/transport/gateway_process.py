@@ -478,7 +478,11 @@ class GatewayProcess:
         connection.queue = self._queue  # the broker may have connected meanwhile
         if self._stopping.is_set():
             connection.close()
-        if undone := await watch(connection, self._path):
+        try:
+            undone = await watch(connection, self._path)
+        except MemoryError:  # it may hang unseen from now on
+            undone = "could not be watched for want of memory"
+        if undone:
             process.kill()
             connection.close()
             undone += ", so it was killed, and "

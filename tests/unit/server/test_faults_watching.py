@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from cubroker.server.devices.allocator import MulticastBinder
 from cubroker.server.event_queue import ClientGreeted, Event, EventQueue
 from cubroker.server.ledger import Budget, Ledger
 from cubroker.server.transport import admission
+from cubroker.server.transport import gateway_process as transport
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
@@ -193,5 +195,18 @@ def test_a_gateway_that_cannot_be_watched_is_not_the_last(tmp_path: Path, monkey
             assert len(gateways(os.getpid())) == 1
             # As many as before: the pipes and the pidfd are others.
             await until(lambda: files(os.getpid()).total() <= before.total())
+
+    run(test())
+
+
+def test_a_gateway_is_started_again_after_a_moment_without_memory(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Neither the start of a gateway nor a look at it finds any; each ends that gateway alone."""
+
+    async def test() -> None:
+        async with gateway_process(tmp_path) as broker:
+            fail_nth(monkeypatch, subprocess, "Popen", 1, MemoryError())
+            fail_nth(monkeypatch, transport, "watch", 1, MemoryError())
+            os.kill(gateway_of(os.getpid()), signal.SIGKILL)
+            await until(lambda: broker.events)
 
     run(test())
