@@ -18,8 +18,8 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -71,12 +71,15 @@ class WorkerThread(ABC, Generic[Request]):
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            self._execute(request)
+            try:
+                self._execute(request)
+            except Exception:  # all later requests would wait for ever
+                log.exception("%s failed in an unexpected way, and has no outcome", request)
         self._release_all()
 
     @abstractmethod
     def _execute(self, request: Request) -> None:
-        """Execute a request, on the thread; an exception would end the thread."""
+        """Execute a request, on the thread; after an exception its outcome never comes."""
 
     def _release_all(self) -> None:
         """Release everything that is not in use, on the thread, after the last request."""
@@ -260,8 +263,9 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
     def _execute(self, request: Allocate | Free) -> None:
         if isinstance(request, Allocate):
             self._queue.put_threadsafe(self._allocate(request))
-        elif not self._free(request.ticket, request.numbers):
-            self._queue.put_threadsafe(Freed(request.ticket, request.numbers))
+        else:
+            unfreed = self._free(request.ticket, request.numbers)
+            self._queue.put_threadsafe(Freed(request.ticket, request.numbers, unfreed))
 
     def _release_all(self) -> None:
         for ticket in self._pieces.keys() - self._stored - self._left:
@@ -278,8 +282,7 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
             code, reason = "out_of_memory", "the broker's host has no memory left"
         except Unavailable as error:
             code, reason = error.code, error.message
-        # If the thread ended here, this request and all later ones would wait for ever.
-        except Exception as error:
+        except Exception as error:  # without an outcome, its client would wait for ever
             log.exception("%s failed in an unexpected way", request)
             code, reason = InternalFailure.code, f"the broker itself failed: {error!r}; its log says more"
         device = self._device
@@ -317,39 +320,40 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
     def _free(self, ticket: int, numbers: Sequence[int] = ()) -> int:
         """Free memory of a ticket, by default all; return the bytes that the driver does not take back.
 
-        These stay counted. Nothing is done about what went with an earlier broker.
+        Nothing is done about what went with an earlier broker.
         """
         there = self._pieces.get(ticket, {})
         found = [number for number in numbers or tuple(there) if number in there]
         pieces = {AllocationId(ticket, number): there.pop(number) for number in found}
-        self._watch.freed(pieces)
-        if self._store and ticket in self._stored:
-            for allocation in pieces:
-                self._store.drop(stored_as(*allocation))
+        stored = self._store if ticket in self._stored else None
         if not there:
             self._pieces.pop(ticket, None)
             self._stored.discard(ticket)
-        freed = self._watch.freeing(self._device.uuid)
-        unfreed = 0
+        unfreed = sum(piece.nbytes for piece in pieces.values())
+        freed = MemoryWatch().freeing(self._device.uuid)  # which notes nothing
+        with self._logged():
+            self._watch.freed(pieces)
+            freed = self._watch.freeing(self._device.uuid)
         for allocation, piece in pieces.items():
-            if self._release(piece):
+            with self._logged():
+                if stored:  # while it has the descriptor, the device does not get the memory back
+                    stored.drop(stored_as(*allocation))
+                piece.release()
+                unfreed -= piece.nbytes
                 freed(allocation, piece.nbytes)
-            else:
-                unfreed += piece.nbytes
         if unfreed:
             log.error("%d bytes of ticket %d remain allocated", unfreed, ticket)
         return unfreed
 
-    def _release(self, piece: IpcAllocation | VmmAllocation | AdoptedAllocation) -> bool:
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Log what fails in a block: the rest of a ticket is to be freed."""
         try:
-            piece.release()
+            yield
         except DriverError as error:
             log.error("device %d: %s", self._device.index, error)
-            return False
-        except Exception:  # the thread must go on, as after a failed allocation
+        except Exception:
             log.exception("device %d: freeing failed in an unexpected way", self._device.index)
-            return False
-        return True
 
 
 # -- multicast ---------------------------------------------------------------------------------------
@@ -404,8 +408,7 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
         except DriverError as error:
             log.warning("multicast cannot be had for devices %s, copies take its place: %s", devices, error)
             return MulticastBound(request.group, COPIES, str(error))
-        # If the thread ended here, this request and all later ones would wait for ever.
-        except Exception as error:
+        except Exception as error:  # without an outcome, its client would wait for ever
             log.exception("%s failed in an unexpected way", request)
             return MulticastBound(request.group, COPIES, repr(error))
 
@@ -432,7 +435,7 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
                 objects.close()
         except DriverError as error:
             log.error("multicast group %d: %s", group, error)
-        except Exception:  # the thread must go on, as after a failed bind
+        except Exception:  # its memory is to be freed all the same
             log.exception("multicast group %d: unbinding failed in an unexpected way", group)
 
 

@@ -540,8 +540,7 @@ def allocation_failed(tables: Tables, event: AllocationFailed) -> None:
     ticket = memory.find_ticket(tables, event.ticket)
     wanted = ticket.used
     memory.remove(tables, ticket, MemoryEvent.FAILED)
-    ticket.account.allocated += event.unfreed  # for good
-    ticket.account.lost += event.unfreed
+    ticket.account.lose(event.unfreed)
     if wanted:
         waiter = ticket.pool.writer
         assert waiter is not None
@@ -553,3 +552,4 @@ def memory_freed(tables: Tables, event: Freed) -> None:
     ticket = tables.tickets.get(event.ticket)
     if ticket is not None:
         memory.remove(tables, ticket, MemoryEvent.FREED, event.numbers)
+        ticket.account.lose(event.unfreed)

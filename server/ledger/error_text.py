@@ -291,7 +291,7 @@ def never_fits(name: str, nbytes: int, account: DeviceAccount) -> str:
 
 
 def _lost(account: DeviceAccount) -> str:
-    return f" ({size(account.lost)} of it lost to a failed allocation)" if account.lost else ""
+    return f" ({size(account.lost)} of it lost: the driver did not take it back)" if account.lost else ""
 
 
 def state(ticket: Ticket) -> str:

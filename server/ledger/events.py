@@ -106,6 +106,8 @@ class Freed(LedgerEvent, frozen=True):
     ticket: int
     #: As in the :class:`Free`.
     numbers: tuple[int, ...] = ()
+    #: Bytes of them that could not be freed and remain allocated on the device.
+    unfreed: int = 0
 
 
 class TimerExpired(LedgerEvent, frozen=True):

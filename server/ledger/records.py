@@ -86,7 +86,7 @@ class DeviceAccount:
     allocated: int = 0
     #: Bytes being allocated.
     promised: int = 0
-    #: Bytes of failed allocations that could not be freed; no version has them.
+    #: Bytes that could not be freed; no version has them, and no user.
     lost: int = 0
     #: Bytes allocated and promised when the budget changed last; they may exceed it.
     grandfathered: int = 0
@@ -104,6 +104,11 @@ class DeviceAccount:
     def available(self) -> int:
         """Bytes neither allocated nor promised."""
         return self.device.budget - self.allocated - self.promised
+
+    def lose(self, nbytes: int) -> None:
+        """Count bytes that the device does not take back, for good."""
+        self.allocated += nbytes
+        self.lost += nbytes
 
     def position(self, waiter: CreateWaiter) -> int:
         """Return the index at which a create is, or belongs, in the queue."""

@@ -472,13 +472,14 @@ class Play:
             left = sum(block.sizes[: kept // 5 % len(block.sizes) + 1]) if kept % 5 == 0 else 0
             self.tell(e.AllocationFailed(block.ticket, code, "the device said no", left))
 
-    def freed(self, number: int, *_: int) -> None:
+    def freed(self, number: int, kept: int, *_: int) -> None:
         """Report a free: in any order, also before the outcome of its allocation, which then never comes."""
         if self.pair.to_free:
             block, numbers = self.pair.to_free.pop(number % len(self.pair.to_free))
             if block in self.pair.under_way:
                 self.pair.under_way.remove(block)
-            self.tell(e.Freed(block.ticket, () if len(numbers) == len(block.sizes) else numbers))
+            left = sum(block.sizes[index] for index in numbers[: kept // 5 % len(numbers) + 1]) if kept % 5 == 0 else 0
+            self.tell(e.Freed(block.ticket, () if len(numbers) == len(block.sizes) else numbers, left))
 
     def bound(self, number: int, how: int, *_: int) -> None:
         if self.pair.to_bind:
@@ -565,7 +566,7 @@ class Play:
         while self.pair.to_unbind:
             self.unbound(0)
         while self.pair.to_free:
-            self.freed(0)
+            self.freed(0, 1)
         self.observe()
         model = self.pair.model
         left = (

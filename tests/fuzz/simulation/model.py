@@ -596,6 +596,7 @@ class Model(Facts):
             if request is not None:
                 self.refuse(request, event.code)
         else:
+            self.lost[block.device] += event.unfreed
             block.cells = [cell for cell in block.cells if event.numbers and cell.index not in event.numbers]
             if not block.cells:
                 self.blocks.remove(block)

@@ -171,7 +171,10 @@ def test_memory_that_the_driver_does_not_take_back_stays_counted_and_is_nobodys(
         assert client.devices() == (kept, second)
         assert client.ask(ListPools(), Pools) == pools
         created = client.ask(one, Created)
+        broker.arm(("cuMemFree",), 2, int(cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE))
         client.ask(Close(created.lease), Done)
+        kept = replace(kept, allocated=kept.allocated + 2 * MIB)
         eventually(lambda: client.devices() == (kept, second), "the rest of the memory to be freed")
+        assert broker.disarm() == 3
         greedy = Create("pool", Layout((), (first.budget,)).encode(), (first.uuid,), "ipc", 60.0, None)
-        assert "(2 MiB of it lost to a failed allocation)" in client.ask(greedy, Failed).message
+        assert "(4 MiB of it lost: the driver did not take it back)" in client.ask(greedy, Failed).message

@@ -14,6 +14,7 @@ from cubroker.server.devices.allocator import DeviceAllocator
 from cubroker.server.event_queue import Event
 from cubroker.server.ledger.events import Allocate, Allocated, AllocationFailed, Free, Freed
 from cubroker.server.ledger.memory import GRANULARITY
+from tests.faults import fail_nth
 from tests.unit.server.devices.outcomes import Outcomes
 from tests.unit.server.processes import files
 
@@ -160,19 +161,38 @@ def test_a_free_of_what_went_with_an_earlier_broker_is_reported_and_not_fatal(
 @pytest.mark.parametrize(
     "error", [DriverError("cuMemFree", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"), MemoryError(), RuntimeError("a mistake")]
 )
-def test_memory_that_the_driver_keeps_stays_counted(
+def test_memory_that_the_driver_keeps_is_told_and_the_rest_is_free(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(pointer: int) -> None:
-        raise error
-
     context = driver.context(0)
     with serving(driver) as device:
-        assert isinstance(device.allocate(1, 100), Allocated)
+        assert isinstance(device.allocate(1, 100, GRANULARITY + 1, 100), Allocated)
         with monkeypatch.context() as broken:
-            broken.setattr(context, "free", fail)
-            device.memory.submit(Free(1, context.device.uuid))
-            assert isinstance(device.allocate(2, 100), Allocated)  # nothing was said of the free before
+            fail_nth(broken, context, "free", 2, error)
+            assert device.free(1) == Freed(1, unfreed=2 * GRANULARITY)
+        assert SIZE - free_bytes(context) == 2 * GRANULARITY
+        assert isinstance(device.allocate(2, 100), Allocated)
+
+
+@pytest.mark.parametrize("name", ["freed", "freeing"])
+def test_memory_is_freed_though_nobody_can_be_told_of_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    context = driver.context(0)
+    with serving(driver) as device:
+        device.allocate(1, 100)
+        fail_nth(monkeypatch, device.memory._watch, name, 1, MemoryError())
+        assert device.free(1) == Freed(1)
+        assert free_bytes(context) == SIZE
+
+
+def test_an_outcome_that_cannot_be_told_holds_up_no_later_request(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(driver) as device:
+        fail_nth(monkeypatch, Outcomes, "put_threadsafe", 1, MemoryError())
+        device.memory.submit(Allocate(1, device.device.uuid, (100,), "ipc"))
+        assert device.free(1) == Freed(1)
 
 
 @pytest.fixture

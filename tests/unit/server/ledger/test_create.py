@@ -242,10 +242,11 @@ def test_memory_that_a_failed_allocation_left_behind_takes_room_for_good_and_is_
     (first, _) = devices(story)
     assert (first.allocated, first.promised) == (4 * MIB, 0)
     story >> creates(1, 2, "a", 8 * MIB, wait=5.0)  # of 10
-    story << refused(1, 2, "over_budget", "whose whole budget is 10 MiB (4 MiB of it lost to a failed allocation);")
+    lost = "(4 MiB of it lost: the driver did not take it back)"
+    story << refused(1, 2, "over_budget", f"whose whole budget is 10 MiB {lost};")
     story.publishes(1, "b", nbytes=4 * MIB)
     story >> creates(2, 1, "c", 4 * MIB)
-    words = ("8 MiB are allocated (4 MiB of it lost to a failed allocation) and 0 bytes promised", "b@1 4 MiB (current")
+    words = (f"8 MiB are allocated {lost} and 0 bytes promised", "b@1 4 MiB (current")
     story << refused(2, 1, "over_budget", *words)
     story.quietly(asks(1, 3, m.Retire("b", 0)), e.Freed(2))
     story >> e.ProcessExited(1)
@@ -264,13 +265,23 @@ def test_memory_left_behind_is_no_longer_its_users() -> None:
     assert [(device.allocated, device.promised) for device in devices(story)] == [(4 * MIB, 4 * MIB), (0, 0)]
 
 
+def test_memory_that_a_free_left_behind_takes_room_for_good_and_is_nobodys() -> None:
+    story = Story(policy=Policy(quota=Quota(memory=6 * MIB)))
+    story.joins(1)
+    story.publishes(1, "a", nbytes=6 * MIB)
+    story.quietly(asks(1, 90, m.Retire("a", 0)), e.Freed(1, unfreed=4 * MIB))
+    assert [(device.allocated, device.promised) for device in devices(story)] == [(4 * MIB, 0), (0, 0)]
+    story >> creates(1, 3, "a", 6 * MIB)  # all of the quota, and of what is left of the device
+    story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")
+
+
 def test_who_waits_for_room_that_was_lost_is_refused_and_the_next_is_served(story: Story) -> None:
     story.quietly(creates(1, 1, "a", 10 * MIB))
     story.quietly(creates(1, 2, "b", 8 * MIB, wait=5.0), creates(3, 1, "b", 6 * MIB, wait=5.0))
     story >> e.AllocationFailed(1, "device", "no", unfreed=4 * MIB)
     story << refused(1, 1, "device", "no")
     story << e.CancelTimer(1)
-    story << refused(1, 2, "over_budget", f"b needs 8 MiB on {FIRST}", "lost to a failed allocation")
+    story << refused(1, 2, "over_budget", f"b needs 8 MiB on {FIRST}", "lost: the driver did not take it back")
     story << e.CancelTimer(2)
     story << e.Allocate(2, "GPU-0", (6 * MIB,), "ipc")
 
