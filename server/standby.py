@@ -14,7 +14,8 @@ answer to GO, and ends: the keeper starts another, as it would have without this
 it makes room for a newer one.
 
 Only a command that says :data:`SPEAKS` when it is ready is started in advance: any other would begin to work. One that
-a script starts is not, since what the script does first would be done while the broker serves.
+a script starts does not say it, since what the script does first would be done while the broker serves. The process has
+to tell: the keeper may not read its command line, where ``/proc`` hides processes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+import zlib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from cubroker.protocol.errors import Invalid
-from cubroker.server.store.sd_notify import SCM_MAX_FD, STANDBY, receive
+from cubroker.server.store.sd_notify import COMMAND, SCM_MAX_FD, STANDBY, receive
 
 OFFER = "offer"
 """The value of the variable in a run that does not stand by: the keeper would have another process do so."""
@@ -73,9 +75,19 @@ def hand_over(channel: socket.socket, stored: Mapping[int, str]) -> bool:
 # -- the side of the process that stands by --------------------------------------------------------------
 
 
+def checksum(command: Sequence[str]) -> str:
+    """Return a short form of a command. The folder of its program does not count: it may be looked for in ``PATH``."""
+    words = (Path(command[0]).name, *command[1:])
+    return f"{zlib.crc32(os.fsencode(chr(0).join(words))):08x}"
+
+
 def is_offered(environ: Mapping[str, str]) -> bool:
-    """Whether the service manager would have a process stand by."""
-    return STANDBY in environ
+    """Whether the service manager would have a process stand by, and another one of its command would be as this one.
+
+    This process is what the command names, or its interpreter: no script has started it in its own place.
+    """
+    line = sys.orig_argv
+    return STANDBY in environ and environ.get(COMMAND) in {checksum(line[start:]) for start in range(len(line))}
 
 
 class Standby:

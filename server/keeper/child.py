@@ -24,13 +24,12 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from cubroker.protocol.errors import explain
-from cubroker.server.standby import OFFER, READY, SPEAKS, TAKEN, hand_over
-from cubroker.server.store.sd_notify import FIRST, STANDBY, VARIABLES
+from cubroker.server.standby import OFFER, READY, SPEAKS, TAKEN, checksum, hand_over
+from cubroker.server.store.sd_notify import COMMAND, FIRST, STANDBY, VARIABLES
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  #: Exit statuses of a command that cannot be run, as a shell's.
 
@@ -134,7 +133,7 @@ def start(
     """
     # Another manager's variables are for this process, not for the child.
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    inherited[STANDBY] = OFFER if standby is None else str(standby)
+    inherited |= {STANDBY: OFFER if standby is None else str(standby), COMMAND: checksum(command)}
     with signals.blocked():  # a signal that comes before the child is the program must wait, not be lost
         pid = os.fork()
         if pid == 0:
@@ -367,11 +366,11 @@ class NextRun:
         #: When the next one is started; :meth:`expect` sets it.
         self.due = math.inf
 
-    def expect(self, now: float, run: int, command: Sequence[str]) -> None:
-        """Have one started soon, since a run of ``command`` serves that knows how to stand by."""
+    def expect(self, now: float) -> None:
+        """Have one started soon, since a run serves that knows how to stand by."""
         if self.handed:  # it is that run, and has taken over, though it may not have been heard of here
             self._forget()
-        if not self.pid and _is_direct(run, command):
+        if not self.pid:
             self.due = now + SETTLED
 
     def start(self, now: float, start: Callable[[int], int]) -> None:
@@ -443,13 +442,3 @@ class NextRun:
             self._epoll.unregister(self._channel)
             self._channel.close()
             self._channel = None
-
-
-def _is_direct(pid: int, command: Sequence[str]) -> bool:
-    """Whether a process is what a command names, or its interpreter, and no script has started it in its own place."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
-    except OSError:  # it has just ended
-        return False
-    where = len(words) - len(command)  # behind the interpreter and its option
-    return where >= 0 and words[where + 1 :] == [*command[1:]] and Path(words[where]).name == Path(command[0]).name

@@ -230,7 +230,7 @@ class Keeper:
         for news in self._run.handle(fields, time.monotonic()):
             self._log.say(f"process {self._run.pid} {news}")
         if "READY" in fields and self._run.stands_by and not self._told_to_end:
-            self._next.expect(time.monotonic(), self._run.pid, self._terms.command)
+            self._next.expect(time.monotonic())
         while self._run.ready and self._deferred:
             self._forward(self._deferred.pop(), self._run)
         return None

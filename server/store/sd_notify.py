@@ -29,12 +29,13 @@ LONGEST_STATUS = 2000  #: Bytes of a status: a message of 4096 bytes or more wou
 LONGEST_NAME = 24  #: Characters of a stored descriptor's name: all names have to fit in one variable of 128 KiB.
 WATCHDOG = "WATCHDOG=1"  #: The message: this process lives.
 
-STANDBY = "KEEPER_STANDBY"  #: The variable of :mod:`cubroker.server.standby`, which goes to one process as well.
+STANDBY, COMMAND = "KEEPER_STANDBY", "KEEPER_COMMAND"
+"""The variables of :mod:`cubroker.server.standby`, which go to one process as well."""
 
 VARIABLES = (
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
-    STANDBY,
+    *(STANDBY, COMMAND),
 )
 """The protocol's environment variables, for one process and not for its children."""
 

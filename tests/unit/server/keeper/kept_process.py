@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from cubroker.protocol.errors import CubrokerError
-from cubroker.server.standby import Standby
+from cubroker.server.standby import Standby, is_offered
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager, inherit
 
@@ -38,6 +38,7 @@ def main() -> None:
             "pid": os.getpid(),
             "group": os.getpgid(0),
             "variables": variables,
+            "offered": is_offered(os.environ),
             "left": [name for name in os.environ if name.startswith("LISTEN_")],
             "inherited": inherited,
             "inheritable": [n for numbers in inherited.values() for n in numbers if os.get_inheritable(n)],

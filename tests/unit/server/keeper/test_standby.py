@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from cubroker.server.standby import OUTDATED, SPEAKS
 from tests.brokers import eventually
+from tests.namespaces import unshare
 from tests.unit.cli.processes import environment, run
 from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory
 from tests.unit.server.processes import alive, descriptors
@@ -56,8 +58,8 @@ def keep(place: Path) -> Iterator[Keep]:
 
 
 def serves(run: Pupil) -> Pupil:
-    """Have a run say that it is ready, and that another can stand by."""
-    assert run.say("ready", "", f"{SPEAKS}=1") is None
+    """Have a run say that it is ready, and whether another can stand by."""
+    assert run.say("ready", "", *[f"{SPEAKS}=1"] * bool(run.hello["offered"])) is None
     return run
 
 
@@ -136,6 +138,16 @@ def test_of_a_command_that_a_script_starts_none_stands_by(place: Path) -> None:
         first.kill()
         keep.next()
         assert "stood by" not in keep.said()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, and setpriv to be less")
+def test_a_broker_stands_by_where_proc_hides_it_from_the_keeper(place: Path) -> None:
+    mount = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    less = ["setpriv", "--regid=65534", "--clear-groups", "--bounding-set=-all"]
+    before = [*unshare("--mount"), "sh", "-c", mount, "sh", *less]
+    serve = [sys.executable, "-m", "cubroker.server", place / "run", "--devices", "host:1@64MiB"]
+    with Keep(place, before=before, program=eager(60.0, 0.0), command=serve) as keep:
+        standing_by(keep)
 
 
 def test_one_that_is_killed_while_it_stands_by_is_replaced(keep: Keep) -> None:
