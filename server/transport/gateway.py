@@ -221,12 +221,9 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> z
 
 
 def limit() -> None:
-    """Bound this process's descriptors, memory, life and rights, and leave signals to the broker."""
+    """Bound this process's descriptors, memory, life and rights."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # A terminal or service manager signals the whole group; the broker ends the gateway when it is done.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     for kind, value in ((resource.RLIMIT_NOFILE, MAX_DESCRIPTORS), (resource.RLIMIT_DATA, MAX_MEMORY)):
         _, hard = resource.getrlimit(kind)
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)

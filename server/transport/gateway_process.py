@@ -29,7 +29,7 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -381,6 +381,10 @@ STEADY = 10.0  #: Seconds that a gateway must have lived for the next one to be 
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 
 GRACE = 1.0  #: Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why.
+LEFT_TO_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a gateway has blocked from its first moment on. A terminal or a service manager sends them to all
+processes of a group; the broker ends the gateway when it is done."""
+
 LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the log.
 _PIPE = 64 << 10  # bytes that a pipe holds
 
@@ -533,14 +537,15 @@ class Child:
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._said = b""
         with contextlib.ExitStack() as undo:
-            self._process = subprocess.Popen(  # noqa: S603
-                python_command("cubroker.server.transport.gateway", str(pipe), str(listener), str(path)),
-                env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
-                stdin=subprocess.DEVNULL,
-                # Where ours leads may block, and a gateway that cannot say why it aborts does not end.
-                stderr=subprocess.PIPE,
-                pass_fds=(pipe, listener),
-            )
+            with _blocked(LEFT_TO_US):
+                self._process = subprocess.Popen(  # noqa: S603
+                    python_command("cubroker.server.transport.gateway", str(pipe), str(listener), str(path)),
+                    env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
+                    stdin=subprocess.DEVNULL,
+                    # Where ours leads may block, and a gateway that cannot say why it aborts does not end.
+                    stderr=subprocess.PIPE,
+                    pass_fds=(pipe, listener),
+                )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)  # does nothing once it has ended
             assert self._process.stderr
@@ -588,6 +593,16 @@ class Child:
         self._listen()
         self._undo.close()
         self._status.set_result(self._process.returncode)
+
+
+@contextlib.contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread for a while, and in what it starts for good."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _ended(status: int) -> str:

@@ -15,7 +15,7 @@ from cubroker.protocol.messages import Attach, Farewell
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.forkserver import heeded
 from tests.unit.server.clients import RawClient, session
-from tests.unit.server.processes import alive, gateway_of, gateways, maps, resident
+from tests.unit.server.processes import alive, gateway_of, maps, resident
 
 
 def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -164,18 +164,30 @@ def test_a_broker_serves_from_a_home_that_the_user_database_does_not_know(tmp_pa
     assert process.returncode == 0, said
 
 
-@pytest.mark.slow
-def test_a_broker_that_does_not_come_up_can_be_stopped(tmp_path: Path) -> None:
-    (tmp_path / "zmq.py").write_text("import signal\nsignal.pause()\n")
+@pytest.mark.parametrize("moment", ["it runs", "it imports"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_broker_that_does_not_come_up_is_stopped_quietly_with_its_group(
+    tmp_path: Path, number: signal.Signals, moment: str
+) -> None:
+    """As a terminal does it: its gateway gets the signal, too."""
+    imports = tmp_path / "imports"
+    (tmp_path / "zmq.py").write_text(f"import signal\nopen({str(imports)!r}, 'w').close()\nsignal.pause()\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, "-m", "cubroker.server", str(tmp_path / "run"), "--devices", "host:1@64MiB"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        eventually(lambda: gateways(process.pid), "a gateway")
+    with (
+        heeded(number),
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        ) as process,
+    ):
         gateway = gateway_of(process.pid)
-        process.terminate()
+        if moment == "it imports":
+            eventually(imports.exists, "its imports")
+        os.killpg(process.pid, number)
         assert process.stderr is not None
-        process.stderr.read()
+        said = process.stderr.read()
     assert process.returncode == 0
+    assert "gateway" not in said
     assert not alive(gateway)
 
 

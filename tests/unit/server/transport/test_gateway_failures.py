@@ -269,7 +269,6 @@ def test_a_squatted_routing_id_fails_its_squatter_alone(broker: BrokerProcess, c
 
 def test_the_limits_hold_where_the_system_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(signal, "signal", lambda number, action: None)
     monkeypatch.setattr(gateway, "prctl", lambda option, value: None)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, value: chosen.update({kind: value}))
