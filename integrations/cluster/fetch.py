@@ -231,9 +231,7 @@ def _check(order: Order) -> None:
     if order.width < 1:
         raise Invalid(f"width is {order.width}, and at least 1 source is read from")
     if not 0 < order.patience <= MAX_WAIT:
-        raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0, and can be {MAX_WAIT:g}")
-    if order.devices == ():
-        raise Invalid("no list of devices to fetch to: (); name one at least")
+        raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0, up to {MAX_WAIT:g}")
     identity.asking_context(Path(order.certificates))  # or say once that it cannot be used, and not for each source
 
 
@@ -246,8 +244,14 @@ def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
 
 
 def _plain(devices: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
-    """Return devices as JSON has them."""
-    return None if devices is None else tuple(each if isinstance(each, int) else str(each) for each in devices)
+    """Return devices as JSON has them; raises ``Invalid`` where there is none."""
+    if devices is None:
+        return None
+    if isinstance(devices, str):  # its letters are no devices
+        raise Invalid(f"devices is the text {devices!r}, and no list; pass [{devices!r}]")
+    if not devices:
+        raise Invalid("devices is empty; name at least one, or leave it out for the first one")
+    return tuple(each if isinstance(each, int) else str(each) for each in devices)
 
 
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
