@@ -25,13 +25,13 @@ import pwd
 import ssl
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cubroker.protocol.errors import Denied, Exists, Invalid, NotFound, needing
+from cubroker.protocol.errors import Denied, Exists, Invalid, NotFound, Unsupported, needing, reason
 from cubroker.protocol.status import PoolInfo
 
 VARIABLE = "CUBROKER_CERTIFICATES"
@@ -39,6 +39,8 @@ FOLDER = Path("/etc/cubroker/cluster")
 """Where certificates are, if neither an argument nor the variable says so."""
 
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "cert.pem", "key.pem", "crl.pem"
+LOCK = "crl.lock"
+"""What is locked in an authority's folder while its list of revoked certificates is changed."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What the kernel chose by chance when this host started."""
@@ -263,7 +265,7 @@ def revoke(authority: Path, certificate: Path) -> Path:
     Raises:
         NotFound: there is no authority, or no certificate.
         Invalid: it is no certificate of that authority.
-        Unsupported: the package ``cryptography`` is not installed.
+        Unsupported: the package ``cryptography`` is not installed, or the folder's filesystem has no locks.
     """
     with needing("revoking certificates", "cubroker[nixl]"):
         from cryptography import x509
@@ -302,10 +304,27 @@ def revoke(authority: Path, certificate: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other call has the folder: each of two that change a list would lose what the other adds."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Wait until no other call has the folder: each of two that change a list would lose what the other adds.
+
+    The lock is that of a regular file which is open for writing, the only kind of lock that NFS passes on to its
+    server: on a shared folder it excludes calls of other hosts as well, unless a host has mounted it with ``nolock`` or
+    ``local_lock``.
+
+    Raises:
+        Unsupported: the filesystem has no locks.
+    """
+    path, owner = folder / LOCK, folder.stat()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(PermissionError):  # root may be the first that revokes, and the owner the second
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise Unsupported(
+                f"{path} cannot be locked: {reason(error)}; copy {folder} to a filesystem that has locks, and revoke"
+                f" there"
+            ) from error
         yield
     finally:
         os.close(descriptor)

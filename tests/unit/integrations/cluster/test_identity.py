@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pwd
 import re
@@ -9,7 +11,7 @@ import resource
 import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,8 @@ from cubroker.integrations.cluster.identity import (
     named_user,
     revoke,
 )
-from cubroker.protocol.errors import CubrokerError, Denied, Exists, Invalid, NotFound
+from cubroker.protocol.errors import CubrokerError, Denied, Exists, Invalid, NotFound, Unsupported
+from tests.brokers import eventually
 from tests.unit.integrations.cluster.hosts import Certificates
 from tests.unit.protocol.samples import INFO
 
@@ -385,7 +388,8 @@ def test_revoking_adds_to_the_list(authority: Path, tmp_path: Path) -> None:
     assert {*after} == {identity.read(first).serial_number, identity.read(second).serial_number}
     (serial,) = before
     assert after[serial].revocation_date_utc == before[serial].revocation_date_utc
-    assert {*modes(authority)} == {"ca.pem", "ca-key.pem", "crl.pem"}
+    assert {*modes(authority)} == {"ca.pem", "ca-key.pem", "crl.pem", "crl.lock"}
+    assert modes(authority)["crl.lock"] == 0o600
 
 
 def test_what_is_revoked_at_the_same_time_is_revoked(authority: Path, tmp_path: Path) -> None:
@@ -393,6 +397,50 @@ def test_what_is_revoked_at_the_same_time_is_revoked(authority: Path, tmp_path: 
     with ThreadPoolExecutor(len(paths)) as pool:
         (path,) = set(pool.map(partial(revoke, authority), paths))
     assert len(revoked(path)) == len(paths)
+
+
+def open_for_writing(path: Path) -> int:
+    """Return how many descriptors of this process may write to a file."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # a descriptor of the listing itself
+            flags = int(Path(f"/proc/self/fdinfo/{link.name}").read_text().partition("flags:")[2].split()[0], 8)
+            count += link.readlink() == path and flags & os.O_ACCMODE == os.O_RDWR
+    return count
+
+
+def test_calls_on_a_shared_folder_exclude_each_other_by_a_lock_that_nfs_passes_on(
+    authority: Path, tmp_path: Path
+) -> None:
+    """That of a regular file, open for writing; one of the folder itself is known to its own host alone."""
+    certificate, lock = issue(authority, tmp_path / "lost", "root"), authority / "crl.lock"
+    lock.touch()
+    with ThreadPoolExecutor(1) as pool:
+        with lock.open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            call = pool.submit(revoke, authority, certificate)
+            eventually(lambda: call.done() or open_for_writing(lock), "the call to come to the lock")
+            assert not call.done()
+            assert not (authority / "crl.pem").exists()
+        assert len(revoked(call.result())) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of other users need root")
+def test_the_owner_of_a_folder_may_revoke_after_root(authority: Path, tmp_path: Path) -> None:
+    os.chown(authority, 1234, 1234)
+    revoke(authority, issue(authority, tmp_path / "lost", "root"))
+    assert (authority / "crl.lock").stat().st_uid == 1234
+
+
+def test_a_folder_without_locks_is_an_error(authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    certificate = issue(authority, tmp_path / "lost", "root")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(Unsupported, match=r"crl\.lock cannot be locked: No locks available; copy .* to a filesystem"):
+        revoke(authority, certificate)
+    assert not (authority / "crl.pem").exists()
 
 
 def test_an_authority_revokes_only_what_is_its_own(authority: Path, tmp_path: Path) -> None:
