@@ -132,7 +132,7 @@ def export(
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
         meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
-        service = exporter.Exporter(directory, identity.find_folder(certificates), rules, meter)
+        service = exporter.Exporter(directory, identity.find_folder(certificates), rules, meter, options.connector())
         with logs.to_standard_output() as say:
             asyncio.run(_serve(service, listen, say))
 
@@ -225,7 +225,7 @@ def fetch_pool(
     common: dict[str, Any] = {
         "directory": directory,
         "certificates": certificates,
-        "devices": _uuids(directory, chosen) if chosen else None,
+        "devices": None if following and not chosen else _uuids(directory, chosen or FIRST),
         "share": share,
         "mode": mode,
         "durable": durable,
@@ -248,6 +248,10 @@ def fetch_pool(
             **common,
         )
     _tell(fetched, as_json=as_json)
+
+
+FIRST = ("0",)
+"""The device that gets a copy if none is named."""
 
 
 def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:

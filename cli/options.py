@@ -301,21 +301,34 @@ def sort(orders: Iterable[str], default: str) -> Callable[[Decorated], Decorated
 def connect(directory: Path) -> Broker:
     """Open a session with the broker that serves ``directory``, which has ``--timeout`` seconds to greet.
 
-    ZeroMQ and the driver are imported here, for commands that do without a session.
-
     Raises:
         Unavailable: no broker serves there, or none answers in time.
         Denied: this user may not connect.
         OverQuota: this user has as many sessions as it may have.
     """
+    return connector()(directory)
+
+
+def connector(**arguments: float) -> Callable[[Path | None], Broker]:
+    """Return what opens sessions as :func:`connect` does, for other threads: click knows a command by its thread.
+
+    ZeroMQ and the driver are imported here, for commands that do without a session.
+
+    Args:
+        arguments: more of them, for :class:`~cubroker.client.Broker`.
+    """
     from cubroker.client.broker import Broker
     from cubroker.client.transport.handshake import Silent
 
     limit: float = click.get_current_context().find_root().params["timeout"]
-    try:
-        return Broker(directory, connect_timeout=limit)
-    except Silent as error:
-        raise Silent(f"{error.message}; cubroker --timeout SECONDS waits longer") from None
+
+    def open_session(directory: Path | None) -> Broker:
+        try:
+            return Broker(directory, connect_timeout=limit, **arguments)
+        except Silent as error:
+            raise Silent(f"{error.message}; cubroker --timeout SECONDS waits longer") from None
+
+    return open_session
 
 
 def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:

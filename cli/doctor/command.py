@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import click
 
@@ -74,7 +74,7 @@ def doctor(before: Path | None, devices: str | None, directory: Path | None, as_
     in one way at least on every device, else 1.
     """
     place, doubt = _find(directory or before)
-    facts = asyncio.run(gather(devices, place, doubt=doubt))
+    facts = asyncio.run(gather(devices, place, connect=options.connector(timeout=ANSWER), doubt=doubt))
     report = DoctorReport(facts)
     if as_json:
         format.document(report.document())
@@ -160,6 +160,9 @@ def _lines(verdict: Finding, indent: int, width: int | None) -> Iterator[str]:
 
 R = TypeVar("R")
 
+Connect: TypeAlias = Callable[[Path], Broker]
+"""Opens a session with the broker of a directory."""
+
 GPUS = "cuda"
 EMULATED = "host:2"
 
@@ -176,7 +179,7 @@ GRACE = 1.0
 """Seconds that a killed process may take to end; a process inside the kernel's driver may never end."""
 
 ANSWER = 5.0
-"""Seconds that a broker may take to answer."""
+"""Seconds that a broker may take to answer once it has greeted."""
 
 FILES = ("nvidiactl", "nvidia-uvm")
 """The device files without which no process uses a GPU, beside one for each GPU."""
@@ -187,13 +190,16 @@ _ALL_USERS = "4294967295"
 """How many user ids there are outside of any namespace (user_namespaces(7))."""
 
 
-async def gather(spec: str | None, directory: Path, limit: float = LIMIT, *, doubt: str = "") -> Facts:
+async def gather(
+    spec: str | None, directory: Path, limit: float = LIMIT, *, connect: Connect = Broker, doubt: str = ""
+) -> Facts:
     """Find everything out.
 
     Args:
         spec: the devices; by default all GPUs, and two host devices where no driver answers.
         directory: where a broker serves, or would.
         limit: seconds that each trial may take.
+        connect: opens a session with that broker.
         doubt: why that is not the directory of the host's broker, and what to do, if there is something to say.
     """
     survey = await _survey(spec or GPUS, limit)
@@ -202,7 +208,7 @@ async def gather(spec: str | None, directory: Path, limit: float = LIMIT, *, dou
         spec, devices = EMULATED, (await _survey(EMULATED, limit)).devices
     gate = asyncio.Semaphore(AT_ONCE)
     host, examined = await asyncio.gather(
-        asyncio.to_thread(examine_machine, directory),
+        asyncio.to_thread(examine_machine, directory, connect=connect),
         asyncio.gather(*(try_device(gate, spec or GPUS, device, limit) for device in devices)),
     )
     return Facts(driver, tuple(examined), replace(host, doubt=doubt))
@@ -244,7 +250,13 @@ async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:
     return read_answer(process.returncode, out, errors, kind)
 
 
-def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> HostFacts:
+def examine_machine(
+    directory: Path,
+    root: Path = Path("/"),
+    environ: Mapping[str, str] = os.environ,
+    *,
+    connect: Connect = Broker,
+) -> HostFacts:
     """Look at the machine, and at the broker of ``directory``. Files are those under ``root``."""
     # A line like ``NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03 …``.
     version = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
@@ -252,7 +264,7 @@ def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[st
     descriptors, locked = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return HostFacts(
         directory=examine_directory(directory),
-        broker=examine_broker(directory),
+        broker=examine_broker(directory, connect),
         user=os.geteuid(),
         kernel=os.uname().release.partition("-")[0],
         module=next((word for word in version.split() if word[0].isdigit() and "." in word), ""),
@@ -273,10 +285,10 @@ def examine_machine(directory: Path, root: Path = Path("/"), environ: Mapping[st
     )
 
 
-def examine_broker(directory: Path) -> BrokerFacts:
+def examine_broker(directory: Path, connect: Connect = Broker) -> BrokerFacts:
     """Open a session with the broker of a directory, and end it."""
     try:
-        with Broker(directory, timeout=ANSWER) as broker:
+        with connect(directory) as broker:
             count = len(broker.devices())
     except CubrokerError as error:
         there = os.path.lexists(directory / places.SESSION_SOCKET)

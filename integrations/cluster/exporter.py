@@ -24,7 +24,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -195,12 +195,19 @@ class Exporter:
         certificates: the folder with this host's certificate.
         rules: what is offered, and to how many.
         meter: is told what happens.
+        connect: opens the session, in a thread of its own.
     """
 
     def __init__(
-        self, directory: Path | None, certificates: Path, rules: Rules | None = None, meter: Meter | None = None
+        self,
+        directory: Path | None,
+        certificates: Path,
+        rules: Rules | None = None,
+        meter: Meter | None = None,
+        connect: Callable[[Path | None], Broker] = Broker,
     ) -> None:
         self._directory = directory
+        self._connect = connect
         self._certificates = certificates
         self._rules = rules or Rules()
         self._meter: Meter = meter or Meter()
@@ -226,7 +233,7 @@ class Exporter:
             CubrokerError: as opening a :class:`~cubroker.client.Broker` does.
         """
         async with AsyncExitStack() as undo:
-            self._broker = await asyncio.to_thread(Broker, self._directory)
+            self._broker = await asyncio.to_thread(self._connect, self._directory)
             undo.push_async_callback(asyncio.to_thread, self._broker.close)
             undo.push_async_callback(self._end)
             self._prepare()

@@ -18,6 +18,7 @@ import pytest
 from cubroker.cli import cluster
 from cubroker.client import Broker
 from cubroker.integrations.cluster.messages import Fetched, Offer, Offers, PeerRefusal
+from cubroker.protocol.paths import SESSION_SOCKET
 from tests import accounts
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.cluster import ENGINE, exporting, fetch, need_engine
@@ -241,6 +242,23 @@ def test_what_was_fetched_is_told_in_one_line() -> None:
     assert cluster.summary(done, " on /run/x") == (
         "m@2 on /run/x: 1 tensor, 3.0 MiB in 4.00 s (1.5 MiB/s) from gpu-1:7411, gpu\\x1b-2:7411"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "status"), [("export", 1), ("fetch m --from gpu-1", 3), ("fetch m --from gpu-1 --device 0", 3)]
+)
+def test_a_broker_has_as_long_to_greet_as_the_command_line_says(
+    certificates: Certificates, tmp_path: Path, command: str, status: int
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(tmp_path / SESSION_SOCKET))
+        silent.listen()
+        given = ("--directory", tmp_path, "--certificates", certificates.host)
+        done = run("--timeout", "0.05", *command.split(" "), *given)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert "did not answer within 0.05 s: its socket listens" in done.stderr
+    assert done.stderr.endswith("; cubroker --timeout SECONDS waits longer\n")
 
 
 # -- export ----------------------------------------------------------------------------------------

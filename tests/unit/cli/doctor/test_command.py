@@ -113,15 +113,18 @@ def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     assert max(len(line) for line in written.splitlines() if str(tmp_path) not in line) <= 80
 
 
-def test_a_broker_that_does_not_answer_is_told(broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "ANSWER", 0.2)
+@pytest.mark.slow
+def test_a_broker_that_does_not_answer_in_the_time_it_has_is_told(broker: BrokerProcess) -> None:
     broker.process.send_signal(signal.SIGSTOP)
     try:
-        found = command.examine_broker(broker.directory)
+        given = ("--devices", "host:1@64MiB", "--json", "--directory", broker.directory)
+        done = run("--timeout", "0.2", "doctor", *given)
     finally:
         broker.process.send_signal(signal.SIGCONT)
-    assert found.code == "unavailable"
-    assert "did not answer within 0.2 s" in found.message
+    finding = verdicts(json.loads(done.stdout))["broker"]
+    assert finding["works"] is False
+    assert "did not answer within 0.2 s" in finding["why"]
+    assert finding["do"].endswith("cubroker --timeout SECONDS waits longer")
 
 
 @pytest.mark.slow

@@ -94,10 +94,16 @@ class Serving:
 
 
 @contextmanager
-def exporting(directory: Path, folder: Path, meter: Meter | None = None, **rules: Any) -> Iterator[Serving]:
+def exporting(
+    directory: Path,
+    folder: Path,
+    meter: Meter | None = None,
+    connect: Callable[[Path | None], Broker] = Broker,
+    **rules: Any,
+) -> Iterator[Serving]:
     """Serve with these rules; an exception that the event loop gets is a failure, and so is a task that stays."""
     meter = meter or Recorder()
-    service = Exporter(directory, folder, Rules(**rules), meter)
+    service = Exporter(directory, folder, Rules(**rules), meter, connect)
     loop = asyncio.new_event_loop()
     faults: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: faults.append(context))

@@ -382,8 +382,10 @@ def test_a_pool_that_the_exporter_itself_may_not_read_is_as_if_it_was_not_there(
         publish(directory, "private", mode=0o600)
         publish(directory, "public", mode=0o644)
         broker = _as_nobody(directory)
-        monkeypatch.setattr(exporter, "Broker", lambda _: broker)
-        with exporting(directory, certificates.host) as serving, serving.connect() as connection:
+        with (
+            exporting(directory, certificates.host, connect=lambda _: broker) as serving,
+            serving.connect() as connection,
+        ):
             assert [each.name for each in connection.ask(List(), Offers).offers] == ["public"]
             with pytest.raises(NotFound, match="has no current version of private that its user root may fetch"):
                 connection.ask(Open("private"), ExportedVersion)
