@@ -61,6 +61,7 @@ ARROWS: dict[str, set[str]] = {
     "cli.doctor": {
         "cli",
         "client",
+        "client.transport",
         "driver",
         "driver.host",
         "protocol",

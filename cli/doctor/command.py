@@ -38,6 +38,7 @@ from cubroker.cli.doctor.facts import (
 )
 from cubroker.cli.doctor.trials import read_answer, trial_command
 from cubroker.client import Broker
+from cubroker.client.transport import handshake
 from cubroker.driver import system_calls
 from cubroker.protocol import paths as places
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, reason
@@ -286,14 +287,15 @@ def examine_machine(
 
 
 def examine_broker(directory: Path, connect: Connect = Broker) -> BrokerFacts:
-    """Open a session with the broker of a directory, and end it."""
+    """Open a session with the broker of a directory, end it, and ask whether the broker lends."""
     try:
         with connect(directory) as broker:
             count = len(broker.devices())
+        obstacle = handshake.ping(directory, ANSWER)
     except CubrokerError as error:
         there = os.path.lexists(directory / places.SESSION_SOCKET)
         return BrokerFacts(error.code if there or error.code != "unavailable" else "absent", error.message)
-    return BrokerFacts("", f"a broker answers, with {format.count(count, 'device')}")
+    return BrokerFacts("", f"a broker answers, with {format.count(count, 'device')}", obstacle)
 
 
 def examine_directory(path: Path) -> DirectoryFacts:

@@ -118,6 +118,8 @@ class BrokerFacts:
 
     code: str
     message: str
+    #: Why it lends nothing new; empty if it lends.
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,16 @@ from dataclasses import replace
 
 from cubroker.cli import format
 from cubroker.cli.doctor import service
-from cubroker.cli.doctor.facts import DeviceFacts, DirectoryFacts, Examined, Facts, Finding, HostFacts, Trial
+from cubroker.cli.doctor.facts import (
+    BrokerFacts,
+    DeviceFacts,
+    DirectoryFacts,
+    Examined,
+    Facts,
+    Finding,
+    HostFacts,
+    Trial,
+)
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.messages import IPC, MULTICAST, VMM
 
@@ -369,7 +378,7 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
             (True, True, "user ids are the machine's own", ""),
         ),
         "directory": _directory(host.directory),
-        "broker": ((True, {"": True, "absent": None}.get(host.broker.code, False), *_split(host.broker.message)),),
+        "broker": _broker(host.broker),
         "host's broker": ((host.doubt, False, *_split(host.doubt)),),
         **service.cases(host.service, host.broker),
     }
@@ -450,6 +459,15 @@ def _container(host: HostFacts) -> Cases:
     return (
         (not host.container, True, "this is no container, as far as can be told", ""),
         (True, None, is_one, mount),
+    )
+
+
+def _broker(found: BrokerFacts) -> Cases:
+    drained = f"{found.message}, and lends nothing new: {found.obstacle}"
+    lend = "`cubroker drain --off` has one lend again that was drained by hand; start one anew that was told to end"
+    return (
+        (found.obstacle, None, drained, lend),
+        (True, {"": True, "absent": None}.get(found.code, False), *_split(found.message)),
     )
 
 

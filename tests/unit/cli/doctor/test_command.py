@@ -114,6 +114,17 @@ def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_broker_that_drains_is_a_note(broker: BrokerProcess) -> None:
+    assert run("drain", "--directory", broker.directory).returncode == 0
+    done = run("doctor", "--devices", "host:1@64MiB", "--directory", broker.directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = (
+        "note  a broker answers, with 2 devices, and lends nothing new: its operator wants everything to be given back"
+    )
+    assert re.search(rf"  broker +{expected}\n +-> `cubroker drain --off` has one lend again", done.stdout)
+
+
+@pytest.mark.slow
 def test_a_broker_that_does_not_answer_in_the_time_it_has_is_told(broker: BrokerProcess) -> None:
     broker.process.send_signal(signal.SIGSTOP)
     try:

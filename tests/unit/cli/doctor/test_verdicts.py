@@ -360,6 +360,13 @@ def test_of_a_service_that_is_not_there_nothing_is_said() -> None:
         ("directory", replace(HOST, directory=replace(DIRECTORY, enter=False)), False, "may not enter", "group"),
         ("broker", replace(HOST, broker=BrokerFacts("absent", "none; start one")), None, "none", "start one"),
         ("broker", replace(HOST, broker=BrokerFacts("unavailable", "silent")), False, "silent", ""),
+        (
+            "broker",
+            replace(HOST, broker=BrokerFacts("", "it answers", "it is told to end")),
+            None,
+            "it answers, and lends nothing new: it is told to end",
+            "`cubroker drain --off`",
+        ),
         *(("service", has(unit), *expected) for unit, *expected in UNITS),
         (
             "last error",
