@@ -21,6 +21,10 @@ ADDED = {"instance", "le"}
 """Labels that Prometheus adds, and that of a histogram's buckets."""
 
 
+AGGREGATED = re.compile(r"\b(sum|max)\b")
+"""What makes one line of several hosts."""
+
+
 def exposed() -> dict[str, set[str]]:
     """The labels of every sample of a broker with everything."""
     meters = BrokerCounters()
@@ -56,6 +60,8 @@ def test_a_panel_asks_for_metrics_and_labels_that_there_are(panel: str, expressi
     shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
     kept = re.search(r"\bby \((.*?)\)", expression)
     assert shown <= (set(kept[1].split(", ")) if kept else labels)
+    if not AGGREGATED.search(expression):
+        assert "instance" in shown, "lines of several hosts are told apart"
 
 
 def test_every_metric_of_ours_is_on_the_dashboard() -> None:
