@@ -306,6 +306,10 @@ class Broker(Reconnecting):
         fields.check_pool_name(name)
         from cubroker.client.publish import Sources  # with eight modules that readers have no use for
 
+        if digest:
+            from cubroker.client.digests import need
+
+            need(self.driver, name)
         sources = Sources.of(source, self.driver)
         ask = partial(self._creation, name, share=share, wait=wait, mode=mode, durable=durable)
         if base is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.client.devices import failure
 from cubroker.client.memory.mapping import Spot
-from cubroker.driver import Context, Device, DriverError, device_names
+from cubroker.driver import Context, Device, Driver, DriverError, device_names
 from cubroker.driver.digest import ALGORITHM, PIECE, add, finish, sums
 from cubroker.protocol.errors import Corrupted, Unsupported, needing
 from cubroker.protocol.layout import Layout
@@ -52,6 +52,17 @@ class DigestRange(NamedTuple):
     device: Device
     pointer: int
     nbytes: int
+
+
+def need(driver: Driver, name: str) -> None:
+    """Say before a pool of that name is filled that no digest of it can be computed: host devices take numpy for that.
+
+    Raises:
+        Unsupported: numpy is not installed.
+    """
+    if driver.host:
+        with needing(f"a digest on a host device, of pool {name!r},", "cubroker[numpy]"):
+            import numpy as np  # noqa: F401
 
 
 def sealing(

@@ -9,6 +9,7 @@ from functools import partial
 
 from cubroker.client.broker import Broker, Owner, uids
 from cubroker.client.devices import DeviceId, Plan, context, failure, find_plan, resolve_plan
+from cubroker.client.digests import need
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
@@ -83,9 +84,12 @@ def load(
     Raises:
         CubrokerError: of the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
             read; of the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; of the
-            broker, as :meth:`Broker.create` says. No error leaves anything of the draft.
+            broker, as :meth:`Broker.create` says; of ``digest``, ``Unsupported`` without numpy on host devices. No
+            error leaves anything of the draft.
     """
     began = time.perf_counter()
+    if digest:
+        need(broker.driver, name)
     first = next(iter(devices or (plan or {}).values()), 0)  # what is no device, the request for the memory refuses
     with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:
         if not if_absent:  # else others may load, and this process has nothing to make ready for

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from cubroker.client.loading.loader import load
 from cubroker.driver import Context, DriverError, device_names
 from cubroker.driver.digest import ALGORITHM, digest
 from cubroker.protocol import Layout
-from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, Retired, Unsupported
+from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, NotFound, Retired, Unsupported
 from cubroker.protocol.messages import Digests, ListDigests
 from tests import checkpoints
 from tests.brokers import BrokerProcess, started
@@ -300,6 +301,23 @@ def test_a_load_publishes_digests_if_it_is_told_to(client: Broker, name: str, tm
     assert client.digests(name).digests == Digests(ALGORITHM, (tuple(map(digest, slabs(LAYOUT))),) * 2)
     load(client, name, [path])
     assert client.digests(name).digests is None
+
+
+def test_without_numpy_digests_on_host_devices_are_refused_before_there_is_a_draft(
+    client: Broker, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.write(tmp_path / "weights.safetensors", {"a": ("U8", (3,), b"abc")})
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    asks: list[Callable[[], object]] = [
+        lambda: load(client, name, [path], digest=True),
+        lambda: client.publish(name, {"a": b"abc"}, digest=True),
+    ]
+    for ask in asks:
+        expected = f"a digest on a host device, of pool '{name}', needs numpy, which is not installed: pip install"
+        with pytest.raises(Unsupported, match=expected):
+            ask()
+    with pytest.raises(NotFound):
+        client.story(name)
 
 
 OLD = """
