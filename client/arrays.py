@@ -267,7 +267,14 @@ def _buffer(array: Any) -> memoryview | None:
         return None
 
 
+def _is_masked(array: object) -> bool:
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(array, masked.MaskedArray)
+
+
 def _as_numpy(array: Any) -> NDArray[Any]:
+    if _is_masked(array):
+        raise BufferError("it is masked, and a tensor has no mask: its .data and its .filled() are plain arrays")
     source = array if _is_numpy(array) else _buffer(array)
     if source is None:
         if not (hasattr(array, "__array__") or hasattr(array, "__array_interface__")):

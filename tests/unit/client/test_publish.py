@@ -544,6 +544,10 @@ def strange(code: int, width: int, lanes: int) -> Exports:
         ({}, "this dict: it has no dtype"),
         (None, "this NoneType: it has no dtype"),
         ("text", "this str: it has no dtype"),
+        (
+            np.ma.masked_equal(np.arange(3), 1),
+            r"this MaskedArray: it is masked, .* its \.data and its \.filled\(\) are",
+        ),
         (torch.zeros(3).to_sparse(), r"this Tensor: it is sparse \(torch.sparse_coo\)"),
         (torch.zeros(3, device="meta"), "this Tensor: it is on meta"),
         (Wrapper(), "this Wrapper: .*(memory of its own|storage)"),
