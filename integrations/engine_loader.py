@@ -29,20 +29,25 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import msgspec
+from msgspec import Meta
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
 from cubroker.integrations import fingerprint
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
-from cubroker.protocol.fields import parse_mode
+from cubroker.protocol.fields import MAX_WAIT, parse_mode
+from cubroker.protocol.messages import AUTO, SHARES
 
 try:
     import torch
@@ -90,23 +95,14 @@ class PoolOptions(NamedTuple):
             prefix: of the engine.
 
         Raises:
-            ValueError: there is no option of that name, or a mode is no text of octal digits.
+            ValueError: there is no option of that name, or it has another type.
         """
-        extra = dict(given or {})
-        if "mode" in extra:
-            extra["mode"] = _mode(extra["mode"])
-        terms: dict[str, Any] = {key: extra.pop(key) for key in ("share", "durable", "mode") if key in extra}
-        options = cls(
-            prefix=str(extra.pop("pool", prefix)),
-            directory=extra.pop("directory", None),
-            timeout=float(extra.pop("timeout", cls._field_defaults["timeout"])),
-            fallback=bool(extra.pop("fallback", False)),
-            checkpoint=extra.pop("checkpoint", None),
-            terms=terms,
-        )
-        if extra:
-            raise ValueError(f"{_OPTIONS} has no {', '.join(extra)}")
-        return options
+        given = given or {}
+        if unknown := [name for name in given if name not in _TYPES]:
+            raise ValueError(f"{_OPTIONS} has no {', '.join(map(str, unknown))}")
+        extra = {"pool": prefix} | {name: _converted(name, value) for name, value in given.items()}
+        terms = {name: extra.pop(name) for name in ("share", "durable", "mode") if name in extra}
+        return cls(extra.pop("pool"), terms=terms, **extra)
 
     def pool_name(self, path: str, facts: Mapping[str, object], uuid: str) -> str:
         """Return the name of a rank's pool: of a model, by all that its tensors depend on, on a device."""
@@ -132,16 +128,28 @@ class PoolOptions(NamedTuple):
         return fingerprint.checkpoint(folder)
 
 
-def _mode(given: object) -> int | None:
-    if given is None:
-        return None
-    if not isinstance(given, str):
-        raise ValueError(
-            f"{_OPTIONS}: mode {given!r} is no text, and JSON has no octal numbers; write three octal digits, as in"
-            f' "mode": "640"'
-        )
+_TYPES: dict[str, tuple[Any, str]] = {
+    "pool": (str, "a text"),
+    "directory": (str | None, "a text"),
+    "share": (Literal[AUTO, *SHARES], f"one of {', '.join((AUTO, *SHARES))}"),
+    "durable": (bool | None, "true or false"),
+    "mode": (str | None, 'a text of three octal digits, as in "mode": "640", since JSON has no octal numbers'),
+    "timeout": (Annotated[float, Meta(ge=0, le=MAX_WAIT)], f"a number of seconds, up to {MAX_WAIT:g}"),
+    "fallback": (bool, "true or false"),
+    "checkpoint": (str | None, "a text"),
+}
+"""Of each option its type, and in words what to give."""
+
+
+def _converted(name: str, given: object) -> Any:
+    """Return the value of an option; raises ``ValueError`` if it cannot have that."""
+    value = os.fspath(given) if isinstance(given, os.PathLike) else given  # a program's; JSON has none
+    kind, expected = _TYPES[name]
     try:
-        return parse_mode(given)
+        found = msgspec.convert(value, kind)
+        return parse_mode(found) if name == "mode" and found is not None else found
+    except msgspec.ValidationError:
+        raise ValueError(f"{_OPTIONS}: {name} is {json.dumps(given, default=repr)}; give {expected}") from None
     except Invalid as error:
         raise ValueError(f"{_OPTIONS}: {error.message}") from None
 

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from math import nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,9 +130,10 @@ def test_an_engine_without_a_broker_uses_its_own_loader_only_if_told(
 
 
 def test_options_are_those_of_the_documentation_and_no_others() -> None:
-    given = {"pool": "mine", "timeout": 5, "fallback": 1, "checkpoint": "v1", "share": "vmm", "mode": "600"}
+    given = {"pool": "mine", "timeout": 5, "fallback": True, "checkpoint": "v1", "share": "vmm", "mode": "600"}
     options = PoolOptions.read(given, "engine")
     assert options == PoolOptions("mine", None, 5.0, True, "v1", {"share": "vmm", "mode": 0o600})
+    assert PoolOptions.read({"directory": Path("/run/b")}, "engine").directory == "/run/b"
     assert options.digest("/models/none", None, None, pytest.fail) == "declared:v1"
     assert PoolOptions.read(None, "engine") == PoolOptions("engine")
     with pytest.raises(ValueError, match="of load format cubroker has no pools, waits"):
@@ -142,9 +145,9 @@ def test_options_are_those_of_the_documentation_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
-        (444, 'mode 444 is no text, and JSON has no octal numbers; write three octal digits, as in "mode": "640"'),
-        (True, "mode True is no text"),
-        (["640"], r"mode \['640'\] is no text"),
+        (444, 'mode is 444; give a text of three octal digits, as in "mode": "640", since JSON has no octal numbers'),
+        (True, "mode is true; give a text"),
+        (["640"], r'mode is \["640"\]; give a text'),
         ("rw", "'rw' is no mode: write three octal digits"),
         ("", "'' is no mode"),
     ],
@@ -152,6 +155,29 @@ def test_options_are_those_of_the_documentation_and_no_others() -> None:
 def test_a_mode_is_a_text_since_json_has_no_octal_numbers(mode: object, says: str) -> None:
     with pytest.raises(ValueError, match=f"of load format cubroker: {says}"):
         PoolOptions.read({"mode": mode}, "engine")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"pool": 7}, "pool is 7; give a text"),
+        ({"directory": True}, "directory is true; give a text"),
+        ({"share": "vm"}, 'share is "vm"; give one of auto, ipc, vmm, multicast'),
+        ({"durable": "no"}, 'durable is "no"; give true or false'),
+        ({"timeout": None}, "timeout is null; give a number of seconds, up to 604800"),
+        ({"timeout": "5"}, 'timeout is "5"; give'),
+        ({"timeout": -1}, "timeout is -1; give"),
+        ({"timeout": nan}, "timeout is NaN; give"),
+        ({"fallback": "false"}, 'fallback is "false"; give true or false'),
+        ({"fallback": None}, "fallback is null; give true or false"),
+        ({"checkpoint": 1.5}, "checkpoint is 1.5; give a text"),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type_is_named(given: dict[str, object], says: str) -> None:
+    """A text such as "false" was taken as true, and null was an error without a name."""
+    with pytest.raises(ValueError, match=f"of load format cubroker: {says}"):
+        PoolOptions.read(given, "engine")
 
 
 # -- who loads ---------------------------------------------------------------------------------------------
