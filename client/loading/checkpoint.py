@@ -226,6 +226,8 @@ def expand(path: Path) -> list[Path]:
         return [path]
     except OSError as error:
         raise file_error(path, error) from error
+    except ValueError as error:  # a zero byte, or half a surrogate pair
+        raise Invalid(f"{str(path)!r} cannot name a file ({error}); check the path") from None
     found = [entry for entry in inside if entry.name == INDEX]
     found = found or [entry for entry in inside if entry.suffix == SUFFIX]
     if not found:

@@ -198,6 +198,9 @@ def test_paths_that_hold_no_checkpoint_are_refused_without_waiting(tmp_path: Pat
         "folder": (NotFound, "neither model.safetensors.index.json nor any"),
         "nothing": (NotFound, "there is no such file"),
         "nothing.json": (NotFound, "there is no such file"),
+        "hf:org/model": (NotFound, "there is no such file"),
+        "zero\0byte": (Invalid, r"zero\\x00byte' cannot name a file \(.*\); check the path"),
+        "half a pair \ud800": (Invalid, r"half a pair \\ud800' cannot name a file \(.*\); check the path"),
     }
     for name, (error, says) in refusals.items():
         with pytest.raises(error, match=says):
