@@ -18,6 +18,7 @@ host that neither exports nor fetches.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -311,11 +312,19 @@ def _alone(folder: Path) -> Iterator[None]:
     ``local_lock``.
 
     Raises:
+        Denied: the file is a link.
         Unsupported: the filesystem has no locks.
     """
     path, owner = folder / LOCK, folder.stat()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _link(path) from None
+    try:
+        if os.fstat(descriptor).st_nlink > 1:
+            raise _link(path)
         with suppress(PermissionError):  # root may be the first that revokes, and the owner the second
             os.fchown(descriptor, owner.st_uid, owner.st_gid)
         try:
@@ -328,6 +337,11 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _link(path: Path) -> Denied:
+    """Return the error for a lock that may be another file, which root would give to the owner of the folder."""
+    return Denied(f"{path} is a link to another file, and is not locked; remove it")
 
 
 class Named(NamedTuple):

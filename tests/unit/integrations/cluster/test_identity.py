@@ -432,6 +432,20 @@ def test_the_owner_of_a_folder_may_revoke_after_root(authority: Path, tmp_path: 
     assert (authority / "crl.lock").stat().st_uid == 1234
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of other users need root")
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_a_lock_that_is_another_file_is_not_locked(
+    authority: Path, tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    """Root gives the file to the owner of the folder, who may have put a link there."""
+    (other := tmp_path / "other").write_bytes(b"secret")
+    os.chown(authority, 1234, 1234)
+    link(authority / "crl.lock", other)
+    with pytest.raises(Denied, match=r"crl\.lock is a link to another file, and is not locked; remove it"):
+        revoke(authority, issue(authority, tmp_path / "lost", "root"))
+    assert other.stat().st_uid == os.geteuid()
+
+
 def test_a_folder_without_locks_is_an_error(authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
