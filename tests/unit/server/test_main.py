@@ -91,7 +91,7 @@ def test_a_broker_at_rest_is_small_and_keeps_libraries_apart(broker: BrokerProce
     [
         (["--devices", "abacus:3"], "no driver 'abacus:3'"),
         (["--devices", "host:1@64MiB", "--budget", "lots"], '--budget: budget is "lots"; write a share or a size'),
-        (["--devices", "host:1@64MiB", "--budget", "65MiB"], "the device has 67108864"),
+        (["--devices", "host:1@64MiB", "--budget", "65MiB"], "device 0 (cubroker host device 0) has 67108864"),
     ],
 )
 def test_a_broker_that_cannot_start_says_why(tmp_path: Path, arguments: list[str], reason: str) -> None:
