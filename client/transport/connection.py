@@ -32,6 +32,11 @@ BATCH = 256
 BATCH_BYTES = 1 << 20
 """Their bytes, without those of the last one."""
 
+QUEUED = 8
+"""Requests that libzmq queues for a gateway that does not read. Later ones wait in the outbox, and while any is there
+none is sent again: requests have up to ten megabytes, and each copy would be kept. A smaller number makes floods of
+requests slower: libzmq says that there is room after each half of them."""
+
 
 class Waker:
     """Wakes the connection's thread from any other while it sleeps; harmless once closed.
@@ -150,7 +155,7 @@ class Connection:
         self._dealer = dealer
         dealer.linger = 0
         dealer.immediate = True  # while there is no gateway, requests wait here, and are not queued twice
-        dealer.sndhwm = 0
+        dealer.sndhwm = QUEUED
         dealer.rcvhwm = 0
         dealer.maxmsgsize = wire.MAX_MESSAGE
         dealer.connect(self._endpoint)

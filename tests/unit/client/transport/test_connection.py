@@ -23,6 +23,7 @@ from cubroker.client.transport.handshake import ATTEMPTS
 from cubroker.client.transport.requests import RESEND
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import Attach, DeviceList, Done, GatewayChanged, ListDevices, Pong, Refused, Welcome
 from cubroker.protocol.paths import SESSION_SOCKET, directory_of
 from tests.accounts import group_name
@@ -113,6 +114,33 @@ def test_requests_that_are_lost_are_sent_again_and_done_once(client: Broker, len
     assert leases(client, f"{name}-0") == 1
     for draft in drafts:
         assert client.requests.submit(_close(draft.lease)).result(PATIENCE) == Done()
+
+
+def test_a_request_is_not_sent_again_while_earlier_copies_wait_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.pack([(f"{number:0100}", "U8", (1,)) for number in range(10_000)])  # more than a socket takes
+    copies, waiting = 0, deque[int](maxlen=10)
+    pack = requests.Requests._pack
+
+    def count(*args: Any) -> bytes:
+        nonlocal copies
+        copies += 1
+        return pack(*args)
+
+    def rests(client: Broker) -> bool:
+        """Whether a copy waits in the outbox for a while, and no other is made."""
+        waiting.append(copies if client.requests.outbox else 0)
+        return waiting.count(copies) == waiting.maxlen
+
+    monkeypatch.setattr(requests.Requests, "_pack", count)
+    for module in (connection, requests):
+        monkeypatch.setattr(module, "RESEND", 0.01)
+    with serving() as process, Broker(process.directory) as broker:
+        broker.pools()
+        with stopped(process.pid), stopped(gateway_of(process.pid)):  # a broker would replace its gateway
+            writer = begun(lambda: broker.create("large", layout).close())
+            eventually(lambda: rests(broker) or copies > 100, "copies to wait")
+            assert copies <= 100
+        writer.result(PATIENCE)
 
 
 def _create(client: Broker, name: str) -> Any:
