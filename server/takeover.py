@@ -160,7 +160,8 @@ def restore(
     for held in ledger.held_memory():
         if why := _lost(held, memory[held.device], broker, store):
             news.append(MemoryLost(held.ticket, why))
-            lost.setdefault(held.label, why)
+            if not held.lost:  # else an earlier broker has said it
+                lost.setdefault(held.label, why)
     for name, why in lost.items():
         log.log(logging.WARNING if why == UNSTORED else logging.ERROR, "pool %s is lost: %s", name, why)
     broker.resume([*news, Resumed()], logged)

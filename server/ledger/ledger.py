@@ -92,6 +92,8 @@ class HeldMemory(NamedTuple):
     group: int
     #: Whether the broker serves the device.
     served: bool
+    #: Whether all of the versions are lost.
+    lost: bool
 
 
 class LeaseGrant(NamedTuple):
@@ -186,6 +188,7 @@ class Ledger:
                 leases=sum(version.leases for version in versions),
                 group=next((version.multicast_group.id for version in versions if version.multicast_group), 0),
                 served=ticket.account.device.uuid in self._tables.accounts,
+                lost=all(version.state is VersionState.LOST for version in versions),
             )
             for ticket in self._tables.tickets.values()
             if ticket.state is MemoryState.HELD and (versions := ticket.versions)
