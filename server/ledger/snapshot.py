@@ -248,7 +248,9 @@ def _write_lock(tables: Tables, number: int, _: str) -> LockEntry | None:
 
 
 def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | None:
-    """Fill empty tables from the items of a journal; return the counters, None if the head is to be written anew.
+    """Fill empty tables from the items of a journal, in the order in which they were written; return the counters.
+
+    None: the head is to be written anew.
 
     What was dropped or lost is among the findings, and dirty.
 
@@ -272,7 +274,7 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
         read = _upgraded(tables, read)
     if number < WRITERS:
         read = _with_writers(read)
-    loaded = dict(sorted(read.items(), key=lambda item: (order.index(item[0][0]), item[0])))
+    loaded = dict(sorted(read.items(), key=lambda item: (order.index(item[0][0]), _place(item[0]))))
     tables.lease_ids.last, tables.event_ids.last = found.leases, found.events
     tables.ticket_ids.last, tables.last_session = found.tickets, found.sessions
     tables.lock_ids.last = found.locks
@@ -290,6 +292,12 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
         if key[0] in GROWN:
             tables.mark_dirty(*key)
     return None
+
+
+def _place(key: DirtyKey) -> tuple[int, str]:
+    """Return by what an entry is read after others of its kind. Names keep their order: the oldest are forgotten."""
+    kind, number, name = key
+    return (0, "") if kind is Kind.NAME else (number, name)
 
 
 def _decode(key: bytes, value: bytes, shape: type[T]) -> T:

@@ -61,7 +61,7 @@ class Slot(NamedTuple):
 
 
 class JournalIndex:
-    """The places of the values, by key, and the bytes that their entries take."""
+    """The places of the values, by key, and the bytes that their entries take. What was written last comes last."""
 
     def __init__(self) -> None:
         self.places: dict[bytes, Place] = {}
@@ -74,15 +74,13 @@ class JournalIndex:
             for key, value in changes:
                 before = ENTRY_HEAD + len(key)
                 at += before
-                if value is None:
-                    known = places.pop(key, None)
-                else:
-                    known, size = places.get(key), len(value)
+                if (known := places.pop(key, None)) is not None:
+                    nbytes -= before + known[1]
+                if value is not None:
+                    size = len(value)
                     places[key] = at, size
                     nbytes += before + size
                     at += size
-                if known is not None:
-                    nbytes -= before + known[1]
         finally:  # without memory for a place: all is noted again with the next commit
             self.nbytes = nbytes
 
@@ -122,7 +120,7 @@ class Journal:
         return journal
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the committed keys and values; commit nothing meanwhile."""
+        """Yield the committed keys and values, in the order in which they were written; commit nothing meanwhile."""
         for key, (at, nbytes) in self._index.places.items():
             yield key, os.pread(self.descriptor, nbytes, at)
 

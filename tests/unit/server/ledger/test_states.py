@@ -110,16 +110,19 @@ def test_event_logs_are_short() -> None:
 
 
 def test_only_so_many_names_without_a_pool_keep_their_last_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MAX_PAST_NAMES", 1)
-    story = Story()
+    """The oldest is forgotten, however many brokers there have been since."""
+    monkeypatch.setattr(tables, "MAX_PAST_NAMES", 2)
+    story = Story(store=100)
     story.joins(1)
-    for number, name in enumerate(("a", "b"), 1):
+    for number, name in enumerate(("c", "b", "a"), 1):
         story.publishes(1, name)
         story.quietly(asks(1, 1, m.Retire(name, 0)), e.Freed(number))
-    story >> attaches(1, 2, "b", 1)
-    story << refused(1, 2, "retired", "b@1 was retired")
-    story >> attaches(1, 3, "a", 1)
-    story << refused(1, 3, "not_found", "no pool is named 'a'")
+        story.restarts()
+    for name in "ab":
+        story >> attaches(1, 2, name, 1)
+        story << refused(1, 2, "retired", f"{name}@1 was retired")
+    story >> attaches(1, 3, "c", 1)
+    story << refused(1, 3, "not_found", "no pool is named 'c'")
     story.end()
 
 
