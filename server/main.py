@@ -202,14 +202,15 @@ class ServiceStatus:
         if self._timer:
             self._timer.cancel()
         interval = notifier.manager.watchdog_interval
+        # First: without memory for a status, say, this must not be the last sign of life.
+        self._timer = asyncio.get_running_loop().call_later(
+            min(interval or STATUS_PERIOD, STATUS_PERIOD), self._beat, notifier
+        )
         if interval:
             notifier.say(sd_notify.WATCHDOG, "life")
         if (status := self._broker.status()) != self._sent:
             self._sent = status
             notifier.say(sd_notify.status(status), "status")
-        self._timer = asyncio.get_running_loop().call_later(
-            min(interval or STATUS_PERIOD, STATUS_PERIOD), self._beat, notifier
-        )
 
 
 class Parts(NamedTuple):

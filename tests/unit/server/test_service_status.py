@@ -11,6 +11,7 @@ import pytest
 from cubroker.server.main import ServiceStatus
 from cubroker.server.store.fdstore import AsyncNotifier
 from cubroker.server.store.sd_notify import Manager
+from tests.faults import fail_nth
 from tests.stores import FdStore
 from tests.unit.server.loops import run, until
 
@@ -78,6 +79,23 @@ def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(
         ("EXTEND_TIMEOUT_USEC", "60000000"),
     ]
     assert fdstore.said[-2] == ("STOPPING", "1")
+
+
+def test_the_watchdog_is_fed_after_a_moment_without_memory_for_a_status(
+    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        notifier = AsyncNotifier(Manager(str(fdstore.path), watchdog_interval=0.01))
+        statuses = Statuses("fine")
+        told = ServiceStatus(notifier, statuses)
+        count = fail_nth(monkeypatch, statuses, "status", 3, MemoryError())  # the first of a timer's
+        told.ready()
+        await until(lambda: count() > 3)
+        await until(lambda: fdstore.said.count(("WATCHDOG", "1")) > 2)
+        told.stopping()
+        notifier.close()
+
+    run(test())
 
 
 def test_a_manager_that_is_gone_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
