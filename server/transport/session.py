@@ -212,6 +212,12 @@ class SessionConnection:
 
     def _drain(self) -> None:
         """Send the notices and descriptors that wait, up to the first that cannot be sent now."""
+        try:
+            self._send_waiting()
+        except MemoryError:  # what comes later waits behind it, and would wait for ever
+            self._loop.call_later(PAUSE, self._drain)
+
+    def _send_waiting(self) -> None:
         while self._waiting:
             key, item = next(iter(self._waiting.items()))
             if not isinstance(item, FdTransfer):

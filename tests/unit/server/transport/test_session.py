@@ -333,11 +333,12 @@ def test_descriptors_of_a_lease_that_has_ended_are_not_sent(files: dict[int, dic
 def test_a_shortage_of_the_system_delays_descriptors_and_what_comes_after_them(
     files: dict[int, dict[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send_fds, refusals = socket.send_fds, [errno.ETOOMANYREFS, errno.ENOMEM]
+    scarce = [OSError(number, "short of something") for number in (errno.ETOOMANYREFS, errno.ENOMEM)]
+    send_fds, refusals = socket.send_fds, [MemoryError(), *scarce]
 
     def short(*arguments: Any) -> int:
         if refusals:
-            raise OSError(refusals.pop(), "short of something")
+            raise refusals.pop()
         return send_fds(*arguments)
 
     async def test() -> None:
