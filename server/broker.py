@@ -231,8 +231,12 @@ class Broker:
             case FdsDelivered():
                 pass  # noted by the step itself
             case _:
-                self._take_note(event)
                 told = event
+                try:
+                    self._take_note(event)
+                # The ledger must hear of it all the same: that a process has ended comes once.
+                except Exception:
+                    log.exception("the broker failed at taking note of %.500r", event)
         return () if told is None else (told,)
 
     def _processes(self) -> Iterable[SessionProcess]:

@@ -246,6 +246,22 @@ def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(ca
     assert caplog.text.count("the broker failed at Respond") == 2
 
 
+def test_the_ledger_hears_of_the_end_of_a_process_without_memory_for_what_else_comes_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        stage = Stage()
+        fail_nth(monkeypatch, stage.broker._requests, "hang_up", 1, MemoryError())
+        stage.queue.put(ProcessExited(1))
+        assert not stage.broker._sessions
+        stage.broker.close("the end")
+        stage.client.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(test())
+    assert "the broker failed at taking note of ProcessExited(session=1)" in caplog.text
+
+
 def test_descriptors_are_known_for_as_long_as_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         stage = Stage()
