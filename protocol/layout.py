@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple, Self, SupportsIndex, TypeVar
 import msgspec
 
 from cubroker.protocol import dtypes
+from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import Invalid
 
 ALIGNMENT = 256
@@ -191,7 +192,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def encode(self) -> bytes:
         """Return the layout as it travels; raises ``Invalid`` if it is too large for that."""
         try:
-            data = msgspec.msgpack.encode(self)
+            data = encode(self)
         except (UnicodeEncodeError, OverflowError) as error:
             raise Invalid(f"a Layout that cannot be sent: {error}") from None
         if len(data) > MAX_ENCODED:
@@ -252,7 +253,7 @@ def outline(data: bytes) -> Generator[None, None, Outline]:
     tensors = encoded.tensors
 
     def decoded(start: int, count: int) -> tuple[TensorSpec, ...]:
-        return _decode(msgspec.msgpack.encode((tensors[start : start + count], ())), _LAYOUT).tensors
+        return _decode(encode((tensors[start : start + count], ())), _LAYOUT).tensors
 
     check = _Check(encoded.allocations, len(tensors), lambda number: decoded(number, 1)[0])
     for start in range(0, len(tensors), STEP):

@@ -34,6 +34,7 @@ from typing import Any, TypeVar, get_args, get_origin, overload
 import msgspec
 from msgspec.structs import replace
 
+from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ENCODED
 from cubroker.protocol.messages import (
@@ -71,7 +72,7 @@ def pack(value: object) -> bytes:
         Invalid: a string with lone surrogates, or a number of more than 64 bits.
     """
     try:
-        return msgspec.msgpack.encode(value)
+        return encode(value)
     except (UnicodeEncodeError, OverflowError) as error:
         raise Invalid(f"a {type(value).__name__} that cannot be sent: {error}") from None
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import DecodeError, msgpack, structs
 
+from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.server.ledger import invariants, memory
 from cubroker.server.ledger.entries import (
@@ -88,8 +89,6 @@ _COPIED = tuple(field for field in VersionEntry.__struct_fields__ if field not i
 
 # -- writing -------------------------------------------------------------------------------------------
 
-_encode = msgpack.Encoder().encode
-
 
 class ChangeRecorder:
     """Encodes the entries that changed."""
@@ -106,19 +105,19 @@ class ChangeRecorder:
         for kind, number, name in tables.dirty_keys:  # as encode_key and _entry do, with fewer calls: it runs often
             entry = _WRITERS[kind](tables, number, name)
             key = b"l/%s/%d/%s" % (kind.encode(), number, name.encode())
-            found.append((key, None if entry is None else _encode(entry)))
+            found.append((key, None if entry is None else encode(entry)))
         if (now := counters(tables)) != self._counters:
             if self._counters is None:
-                found.append((FORMAT_KEY, _encode(FORMAT)))
-            found.append((COUNTERS_KEY, _encode(now)))
+                found.append((FORMAT_KEY, encode(FORMAT)))
+            found.append((COUNTERS_KEY, encode(now)))
         tables.dirty_keys, self._counters = {}, now  # not before: there may be no memory for a value
         return found
 
 
 def full_snapshot(tables: Tables) -> dict[bytes, bytes]:
     """Return all keys and values; costs time in proportion to the tables."""
-    found = {encode_key(key): _encode(entry) for key, entry in entries(tables)}
-    return found | {FORMAT_KEY: _encode(FORMAT), COUNTERS_KEY: _encode(counters(tables))}
+    found = {encode_key(key): encode(entry) for key, entry in entries(tables)}
+    return found | {FORMAT_KEY: encode(FORMAT), COUNTERS_KEY: encode(counters(tables))}
 
 
 def entries(tables: Tables) -> Iterator[tuple[DirtyKey, SnapshotEntry]]:

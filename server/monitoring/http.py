@@ -486,14 +486,15 @@ def _encode(view: View) -> bytes:
     """Return the page's data for a view, as one line of JSON."""
     users = {client.uid for client in view.clients} | {block.owner for block in view.blocks}
     users |= {pool.owner for pool in view.pools}
-    return msgspec.json.encode(
-        {
-            "time": time.time(),
-            "host": platform.node(),
-            "users": {str(uid): _user_name(uid) for uid in sorted(users)},
-            **msgspec.structs.asdict(view),
-        }
-    )
+    data = {
+        "time": time.time(),
+        "host": platform.node(),
+        "users": {str(uid): _user_name(uid) for uid in sorted(users)},
+        **msgspec.structs.asdict(view),
+    }
+    text = bytearray()
+    msgspec.json.Encoder().encode_into(data, text)  # without memory, encode() would end this process (msgspec 0.22.0)
+    return bytes(text)
 
 
 @cache

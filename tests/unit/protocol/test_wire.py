@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -13,7 +15,32 @@ from cubroker.protocol import messages as m
 from cubroker.protocol import status, wire
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.wire import Bearer, for_version
+from tests.brokers import PATIENCE
 from tests.unit.protocol.samples import SHAPES
+
+WITHOUT_MEMORY = """
+import resource
+from cubroker.protocol import wire
+
+value, failures = [bytes(3_000_000), "end"], 0
+for room in range(0, 8 << 20, 1 << 16):
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+    try:
+        wire.pack(value)
+    except MemoryError:
+        failures += 1
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(0 < failures < 128)
+"""
+
+
+def test_what_there_is_no_memory_to_encode_ends_no_process() -> None:
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
 
 scalars = (
     st.none()

@@ -328,7 +328,7 @@ def test_what_there_is_no_memory_to_write_down_is_written_down_before_anyone_hea
             ours, client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
             client.setblocking(False)
-            fail_nth(monkeypatch, snapshot, "_encode", 1, MemoryError())
+            fail_nth(monkeypatch, snapshot, "encode", 1, MemoryError())
             queue.put(ClientGreeted(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), VERSIONS[-1]))
             assert not dict(store.journal.items())
             with pytest.raises(BlockingIOError):

@@ -364,7 +364,7 @@ def test_what_there_was_no_memory_to_encode_is_recorded_the_next_time(monkeypatc
     story.publishes(1, "a")
     for at in range(1, 100):
         with monkeypatch.context() as patch:
-            calls = fail_nth(patch, snapshot, "_encode", at, MemoryError())
+            calls = fail_nth(patch, snapshot, "encode", at, MemoryError())
             try:
                 changes = story.ledger.changes()
             except MemoryError:
