@@ -536,6 +536,8 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._said = b""
+        #: There already when there is no memory: what is not read would wake the loop again and again.
+        self._room = bytearray(_PIPE)
         with contextlib.ExitStack() as undo:
             with _blocked(LEFT_TO_US):
                 self._process = subprocess.Popen(  # noqa: S603
@@ -584,15 +586,17 @@ class Child:
     def _listen(self) -> None:
         """Read what it wrote: all of it, since a gateway that cannot write would not end."""
         with contextlib.suppress(BlockingIOError):
-            more = os.read(self._errors, _PIPE)
-            self._said = (self._said + more)[-LAST_WORDS:]
-            if not more:
+            count = os.readv(self._errors, [self._room])
+            if not count:
                 self._loop.remove_reader(self._errors)
+            self._said = (self._said + self._room[max(0, count - LAST_WORDS) : count])[-LAST_WORDS:]
 
     def _exited(self) -> None:
-        self._listen()
-        self._undo.close()
-        self._status.set_result(self._process.returncode)
+        try:
+            self._listen()
+        finally:
+            self._undo.close()
+            self._status.set_result(self._process.returncode)
 
 
 @contextlib.contextmanager

@@ -146,6 +146,10 @@ def no_thread(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
+def no_memory(*_: Any) -> None:
+    raise MemoryError
+
+
 def test_a_layout_is_checked_though_no_thread_can_be_had_any_more(monkeypatch: Patch) -> None:
     async def test() -> None:
         async with desk() as at:
@@ -200,10 +204,11 @@ def test_a_gateway_that_cannot_be_watched_is_not_the_last(tmp_path: Path, monkey
 
 
 def test_a_gateway_is_started_again_after_a_moment_without_memory(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Neither the start of a gateway nor a look at it finds any; each ends that gateway alone."""
+    """Neither the last words of one, nor the start of another, nor a look at that find any; each costs a gateway."""
 
     async def test() -> None:
         async with gateway_process(tmp_path) as broker:
+            monkeypatch.setattr(transport.Child, "_listen", no_memory)
             fail_nth(monkeypatch, subprocess, "Popen", 1, MemoryError())
             fail_nth(monkeypatch, transport, "watch", 1, MemoryError())
             os.kill(gateway_of(os.getpid()), signal.SIGKILL)
