@@ -41,6 +41,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import quote, urlsplit
 
+import msgspec
+from msgspec import Struct
+
 from cubroker.client import AllocationHandle
 from cubroker.client.devices import synchronize
 from cubroker.client.fork_guard import OwnerProcess
@@ -101,6 +104,22 @@ class Output(NamedTuple):
     datatype: str
     #: Of the output, which may be smaller than the tensor.
     shape: tuple[int, ...]
+
+
+class _Sent(Struct):
+    """One output, as a reply has it."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    #: Its elements; None if they are in shared memory.
+    data: object = None
+
+
+class _Reply(Struct):
+    """The reply to an inference."""
+
+    outputs: tuple[_Sent, ...]
 
 
 Answer = Output
@@ -236,7 +255,7 @@ class Regions:
         Args:
             model: its name at the server.
             inputs: the tensor for each input of the model; its shape is that of the input.
-            outputs: the tensor for each output, which has room for it.
+            outputs: the tensor for each output that is to be computed, one at least, which has room for it.
             version: the model's; by default as the server chooses.
             timeout: seconds until the answer. After them the server may still write to the outputs.
 
@@ -245,10 +264,13 @@ class Regions:
 
         Raises:
             KeyError: the pool has no such tensor.
-            Invalid: the server refused, an output is of another type than its tensor, or as for an item.
+            Invalid: no output is asked for; the server refused; an output is missing, came in the reply itself or is of
+                another type than its tensor; or as for an item.
             Unsupported: Triton has no such type.
             Unavailable, TimedOut: the server cannot be reached, or does not answer.
         """
+        if not outputs:  # for which Triton sends all of them, in its reply
+            raise Invalid(f"no output of model {model!r} is asked for; name one at least, and a tensor for it")
         body = {
             "inputs": [{**self._described(tensor), "name": name} for name, tensor in inputs.items()],
             "outputs": [
@@ -258,11 +280,33 @@ class Regions:
         self.copy_in(*inputs.values())
         path = f"models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
         reply = self._registration.server.call("POST", f"{path}/infer", body, timeout)
-        answers = {each["name"]: Output(each["datatype"], tuple(each["shape"])) for each in reply["outputs"]}
-        for name, tensor in outputs.items():
-            if (given := answers[name].datatype) != (wanted := TYPES[self._tensors[tensor].dtype]):
-                raise Invalid(f"model {model!r} answers with {name} of {given}, and tensor {tensor!r} is {wanted}")
+        answers = self._answers(reply, model, outputs)
         self.copy_out(*outputs.values())
+        return answers
+
+    def _answers(self, reply: object, model: str, outputs: Mapping[str, str]) -> dict[str, Output]:
+        """Return what a reply says of the outputs that were asked for; raises ``Invalid`` unless all are in place."""
+        try:
+            sent = {each.name: each for each in msgspec.convert(reply, _Reply).outputs}
+        except msgspec.ValidationError as error:
+            url = self._registration.server.url
+            raise Invalid(f"the answer of {url} for model {model!r} is not one of Triton: {error}") from None
+        answers = {}
+        for name, tensor in outputs.items():
+            if name not in sent:
+                named = ", ".join(sent) or "no output"
+                raise Invalid(
+                    f"model {model!r} answers without {name}, and with {named}; ask for outputs that it makes"
+                )
+            datatype, shape, data = sent[name].datatype, sent[name].shape, sent[name].data
+            if data is not None:
+                raise Invalid(
+                    f"model {model!r} answers with {name} in the reply, and not in tensor {tensor!r}: the server stores"
+                    f" no outputs in shared memory"
+                )
+            if datatype != (wanted := TYPES[self._tensors[tensor].dtype]):
+                raise Invalid(f"model {model!r} answers with {name} of {datatype}, and tensor {tensor!r} is {wanted}")
+            answers[name] = Output(datatype, shape)
         return answers
 
     def close(self, *, ended: bool = False) -> None:

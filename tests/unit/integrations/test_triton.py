@@ -58,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(None)
         if self.server.datatype == "none":
             return self.reply("<html>another server</html>")
+        if self.server.reply is not None:
+            return self.reply(self.server.reply)
         self.write(body["outputs"][0], 2 * self.read(body["inputs"][0]) + 1)
         return self.reply({"outputs": [{"name": "Y", "datatype": self.server.datatype, "shape": [2, 3]}]})
 
@@ -119,6 +121,8 @@ class Server(ThreadingHTTPServer):
         self.driver: Driver | None = None
         self.asked: list[tuple[str, Any, str | None]] = []
         self.datatype = "FP32"
+        #: What it answers to an inference in place of computing.
+        self.reply: dict[str, Any] | None = None
         self._thread = Thread(target=self.serve_forever)
         self._thread.start()
 
@@ -165,7 +169,7 @@ def test_inputs_and_outputs_are_tensors_of_the_pool(client: Broker, name: str, s
             with pytest.raises(KeyError):
                 _ = regions["absent"]
             with pytest.raises(Unsupported, match="Triton has no type for F8_E5M2"):
-                regions.infer("m", {"X": "odd"}, {})
+                regions.infer("m", {"X": "odd"}, {"Y": "Y"})
             server.datatype = "FP64"
             with pytest.raises(Invalid, match="answers with Y of FP64, and tensor 'Y' is FP32"):
                 regions.infer("m", {"X": "X"}, {"Y": "Y"})
@@ -175,6 +179,39 @@ def test_inputs_and_outputs_are_tensors_of_the_pool(client: Broker, name: str, s
         assert not server.regions
         with pytest.raises(Invalid, match="register it again"):
             regions.copy_in("X")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reply", "says"),
+    [
+        ([], {}, "no output of model 'm' is asked for; name one at least, and a tensor for it"),
+        (["Y"], {"outputs": []}, "model 'm' answers without Y, and with no output"),
+        (
+            ["Y", "odd"],
+            {"outputs": [{"name": "Y", "datatype": "FP32", "shape": [2, 3]}]},
+            "without odd, and with Y; ask",
+        ),
+        (
+            ["Y"],
+            {"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1], "data": [1.0]}]},
+            "answers with Y in the reply, and not in tensor 'Y': the server stores no outputs",
+        ),
+        (["Y"], {}, "is not one of Triton: .*`outputs`"),
+        (["Y"], {"outputs": [{"name": "Y", "datatype": "FP32", "shape": ["x"]}]}, "is not one of Triton: .*shape"),
+    ],
+)
+def test_outputs_that_are_not_asked_for_or_do_not_come_are_an_error(
+    client: Broker, name: str, server: Server, outputs: list[str], reply: dict[str, Any], says: str
+) -> None:
+    layout = Layout.pack([("X", "F32", (2, 3)), ("Y", "F32", (2, 3)), ("odd", "U8", (6,))])
+    with client.create(name, layout, writable=True) as draft:
+        draft.seal()
+    with client.attach(name) as pool, triton.register(pool, server.url) as regions:
+        server.reply = reply
+        pool["Y"].copy_from_bytes(b"y" * 24)
+        with pytest.raises(Invalid, match=says):
+            regions.infer("m", {"X": "X"}, {each: each for each in outputs})
+        assert pool["Y"].tobytes() == b"y" * 24
 
 
 def test_memory_of_a_gpu_is_registered_by_its_handle(
