@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -37,6 +38,8 @@ REFUSALS = 3
 
 PAUSES = (0.5, 30.0)
 """Seconds between two attempts to watch a pool at a host that is away: at first, and at most, after doubling."""
+
+T = TypeVar("T")
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that are there and the bytes in all."""
@@ -98,11 +101,11 @@ def fetch(
     """
     order = Order(
         name=name,
-        peers=tuple(sources),
+        peers=_listed("sources", sources),
         certificates=_certificates(certificates),
         version=version_number(version),
         directory=_absolute(directory),
-        devices=_plain(devices),
+        devices=_devices(devices),
         share=share,
         mode=mode,
         durable=durable,
@@ -156,10 +159,10 @@ def follow(
     """
     order = Order(
         name=name,
-        peers=tuple(sources),
+        peers=_listed("sources", sources),
         certificates=_certificates(certificates),
         directory=_absolute(directory),
-        devices=_plain(devices),
+        devices=_devices(devices),
         share=share,
         mode=mode,
         durable=durable,
@@ -228,6 +231,10 @@ def _versions(address: PeerAddress, order: Order, *, last: bool) -> Iterator[int
 
 def _check(order: Order) -> None:
     fields.check_pool_name(order.name)
+    try:
+        msgspec.convert(msgspec.to_builtins(order), Order)  # as the process will, which could not say it so
+    except msgspec.ValidationError as error:
+        raise Invalid(f"an argument of this fetch is of another type: {error}") from None
     if order.width < 1:
         raise Invalid(f"width is {order.width}, and at least 1 source is read from")
     if not 0 < order.patience <= MAX_WAIT:
@@ -243,13 +250,18 @@ def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
     return None if directory is None else os.fspath(Path(directory).absolute())
 
 
-def _plain(devices: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
+def _listed(what: str, given: Sequence[T]) -> tuple[T, ...]:
+    """Return what a list has; raises ``Invalid`` for one of its elements alone."""
+    if isinstance(given, str | int):  # the letters of a name are no names
+        raise Invalid(f"{what} is {given!r}, and no list; pass [{given!r}]")
+    return tuple(given)
+
+
+def _devices(given: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
     """Return devices as JSON has them; raises ``Invalid`` where there is none."""
-    if devices is None:
+    if given is None:
         return None
-    if isinstance(devices, str):  # its letters are no devices
-        raise Invalid(f"devices is the text {devices!r}, and no list; pass [{devices!r}]")
-    if not devices:
+    if not (devices := _listed("devices", given)):
         raise Invalid("devices is empty; name at least one, or leave it out for the first one")
     return tuple(each if isinstance(each, int) else str(each) for each in devices)
 
