@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -99,24 +99,9 @@ def fetch(
         Unsupported: the engine is not installed here (``cubroker[nixl]``).
         CubrokerError: of the broker, as :meth:`cubroker.Broker.create` says. No error leaves anything of the draft.
     """
-    order = Order(
-        name=name,
-        peers=_listed("sources", sources),
-        certificates=_certificates(certificates),
-        version=version_number(version),
-        directory=_absolute(directory),
-        devices=_devices(devices),
-        share=share,
-        mode=mode,
-        durable=durable,
-        if_absent=if_absent,
-        owners=uids(owner),
-        wait=seconds(wait),
-        width=width,
-        patience=patience,
-    )
-    _check(order)
-    return carry_out(order, progress)
+    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
+    asked = {"version": version_number(version), "if_absent": if_absent, "owners": uids(owner), "wait": seconds(wait)}
+    return carry_out(_ordered(name, sources, directory, certificates, devices, **terms, **asked), progress)
 
 
 def follow(
@@ -157,21 +142,8 @@ def follow(
         Denied: a side does not take the other's certificate, or this user may not publish here.
         CubrokerError: any other that does not pass by itself.
     """
-    order = Order(
-        name=name,
-        peers=_listed("sources", sources),
-        certificates=_certificates(certificates),
-        directory=_absolute(directory),
-        devices=_devices(devices),
-        share=share,
-        mode=mode,
-        durable=durable,
-        if_changed=True,
-        wait=PAUSES[1],
-        width=width,
-        patience=patience,
-    )
-    _check(order)
+    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
+    order = _ordered(name, sources, directory, certificates, devices, **terms, if_changed=True, wait=PAUSES[1])
     if not sources:
         raise Unavailable(f"{name} cannot be followed: no host is known")
     return _following(order, progress, failed or (lambda _: None))
@@ -229,8 +201,24 @@ def _versions(address: PeerAddress, order: Order, *, last: bool) -> Iterator[int
     raise NotFound(f"{address} has no {name} that this host may fetch")
 
 
-def _check(order: Order) -> None:
-    fields.check_pool_name(order.name)
+def _ordered(
+    name: str,
+    sources: Sequence[str],
+    directory: str | os.PathLike[str] | None,
+    certificates: str | os.PathLike[str] | None,
+    devices: Sequence[DeviceId] | None,
+    **terms: Any,
+) -> Order:
+    """Return the order that a caller's arguments make; raises ``Invalid`` for those that none can have."""
+    fields.check_pool_name(name)
+    order = Order(
+        name=name,
+        peers=_listed("sources", sources),
+        certificates=os.fspath(identity.find_folder(certificates)),
+        directory=None if directory is None else os.fspath(Path(directory).absolute()),
+        devices=_devices(devices),
+        **terms,
+    )
     try:
         msgspec.convert(msgspec.to_builtins(order), Order)  # as the process will, which could not say it so
     except msgspec.ValidationError as error:
@@ -240,14 +228,7 @@ def _check(order: Order) -> None:
     if not 0 < order.patience <= MAX_WAIT:
         raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0, up to {MAX_WAIT:g}")
     identity.asking_context(Path(order.certificates))  # or say once that it cannot be used, and not for each source
-
-
-def _certificates(folder: str | os.PathLike[str] | None) -> str:
-    return os.fspath(identity.find_folder(folder))
-
-
-def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
-    return None if directory is None else os.fspath(Path(directory).absolute())
+    return order
 
 
 def _listed(what: str, given: Sequence[T]) -> tuple[T, ...]:
