@@ -190,9 +190,12 @@ def test_with_the_caller_the_process_and_the_draft_end(certificates: Certificate
         liar.opens(version(metadata=b"garbage"), name)
         arguments = [name, str(liar.address), str(directory), str(certificates.host)]
         with subprocess.Popen([sys.executable, "-c", CALLER, *arguments]) as caller:
-            eventually(lambda: [pool.state for pool in broker.pools()] == ["draft"], "the draft")
-            (writer,) = [client.pid for client in broker.clients() if client.leases]
-            caller.kill()
+            try:  # there is a draft before its writer has the lease
+                eventually(lambda: any(client.leases for client in broker.clients()), "the writer of the draft")
+                (writer,) = [client.pid for client in broker.clients() if client.leases]
+                assert [pool.state for pool in broker.pools()] == ["draft"]
+            finally:
+                caller.kill()
         eventually(lambda: not broker.pools(), "the draft to go")
         eventually(lambda: not _lives(writer), "the process to end")
 
