@@ -50,6 +50,7 @@ from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.pool import Pool
 from cubroker.client.tensor import SharedTensor
 from cubroker.protocol.errors import CubrokerError, Invalid, OutOfMemory, TimedOut, Unavailable, Unsupported, explain
+from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import IPC
 
 try:
@@ -536,10 +537,12 @@ class _Server:
         """Send a request to a path below ``v2``, and return what the answer has, None if it is empty.
 
         Raises:
-            Invalid: the server refused; it says why.
+            Invalid: the server refused, and it says why; or nothing can take so long.
             TimedOut, Unavailable: there was no answer in time; of the latter ``_NotListening`` if nothing listens.
         """
         seconds = self._timeout if timeout is None else timeout
+        if not 0 < seconds <= MAX_WAIT:
+            raise Invalid(f"a timeout of {seconds} seconds; it can be more than 0, up to {MAX_WAIT:g}")
         end = monotonic() + seconds
         connection = self._connection(self._host, self._port, timeout=seconds)
         try:

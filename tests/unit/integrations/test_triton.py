@@ -14,6 +14,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf, nan
 from threading import Event, Thread
 from typing import Any
 
@@ -393,6 +394,11 @@ def test_an_answer_that_comes_byte_by_byte_has_the_time_of_one_call(part: str) -
         thread.start()
         try:
             host, port = listening.getsockname()
+            for endless in (nan, inf, 0.0, -1.0):
+                with pytest.raises(
+                    Invalid, match=f"a timeout of {endless} seconds; it can be more than 0, up to 604800"
+                ):
+                    triton.sweep(f"http://{host}:{port}", timeout=endless)
             with pytest.raises(TimedOut, match="has not answered systemsharedmemory/status for 1 s"):
                 triton.sweep(f"http://{host}:{port}", timeout=1.0)
         finally:
