@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
+from cubroker.protocol.encoding import encode as _encode
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.protocol.messages import (
     AUTHENTICATED,
@@ -51,7 +52,6 @@ _KEY = re.compile(rb"([skrd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
 
 T = TypeVar("T")
 
-_encode = msgspec.msgpack.Encoder().encode
 
 Changes = list[tuple[bytes, bytes | None]]
 _Key = tuple[str, tuple[int, ...]]

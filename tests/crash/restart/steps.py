@@ -29,7 +29,13 @@ from typing import Any
 
 from cubroker.server import __main__, main
 from cubroker.server.broker import Broker
-from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
+from cubroker.server.devices.allocator import (
+    AdoptedAllocation,
+    DeviceAllocator,
+    IpcAllocation,
+    MulticastBinder,
+    VmmAllocation,
+)
 from cubroker.server.ledger import Ledger
 from cubroker.server.main import ServiceStatus
 from cubroker.server.store import journal
@@ -127,7 +133,8 @@ def install(reach: Reach) -> None:
     before(reach, DeviceAllocator, "_piece", "allocate")
     after(reach, DeviceAllocator, "_piece", "allocated")
     after(reach, DeviceAllocator, "_obtain", "report")
-    before(reach, DeviceAllocator, "_release", "free")
+    for kind in (IpcAllocation, VmmAllocation, AdoptedAllocation):
+        before(reach, kind, "release", "free")
     around(reach, MulticastBinder, "_execute", lambda *_: ("assemble", "assembled"))
     before(reach, IncomingRequests, "decode", "batch")
     before(reach, Sessions, "open", "admit")
