@@ -34,7 +34,7 @@ from typing import Any, TypeVar, get_args, get_origin, overload
 import msgspec
 from msgspec.structs import replace
 
-from cubroker.protocol.encoding import encode
+from cubroker.protocol.encoding import encode_into
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ENCODED
 from cubroker.protocol.messages import (
@@ -71,10 +71,12 @@ def pack(value: object) -> bytes:
     Raises:
         Invalid: a string with lone surrogates, or a number of more than 64 bits.
     """
+    data = bytearray()
     try:
-        return encode(value)
+        encode_into(value, data)  # as `encode`, which would be a call more for each message
     except (UnicodeEncodeError, OverflowError) as error:
         raise Invalid(f"a {type(value).__name__} that cannot be sent: {error}") from None
+    return bytes(data)
 
 
 @overload

@@ -213,24 +213,21 @@ class SessionConnection:
     def _drain(self) -> None:
         """Send the notices and descriptors that wait, up to the first that cannot be sent now."""
         try:
-            self._send_waiting()
+            while self._waiting:
+                key, item = next(iter(self._waiting.items()))
+                if not isinstance(item, FdTransfer):
+                    if not self.send(wire.pack(item)):
+                        return
+                else:
+                    while packet := item.packet():
+                        if not self._send_descriptors(item, *packet):
+                            return
+                        item.sent()
+                del self._waiting[key]
+                if isinstance(item, FdTransfer) and not item.rebound:
+                    self._queue.put(FdsDelivered(item.lease))
         except MemoryError:  # what comes later waits behind it, and would wait for ever
             self._loop.call_later(PAUSE, self._drain)
-
-    def _send_waiting(self) -> None:
-        while self._waiting:
-            key, item = next(iter(self._waiting.items()))
-            if not isinstance(item, FdTransfer):
-                if not self.send(wire.pack(item)):
-                    return
-            else:
-                while packet := item.packet():
-                    if not self._send_descriptors(item, *packet):
-                        return
-                    item.sent()
-            del self._waiting[key]
-            if isinstance(item, FdTransfer) and not item.rebound:
-                self._queue.put(FdsDelivered(item.lease))
 
     def _send_descriptors(self, transfer: FdTransfer, data: bytes, descriptors: list[int]) -> bool:
         """Send one packet now; False if the client has not read those before, or the system is short of something."""
