@@ -309,26 +309,37 @@ def connect(directory: Path) -> Broker:
     return connector()(directory)
 
 
-def connector(**arguments: float) -> Callable[[Path | None], Broker]:
+def connector() -> Callable[[Path | None], Broker]:
     """Return what opens sessions as :func:`connect` does, for other threads: click knows a command by its thread.
 
     ZeroMQ and the driver are imported here, for commands that do without a session.
-
-    Args:
-        arguments: more of them, for :class:`~cubroker.client.Broker`.
     """
     from cubroker.client.broker import Broker
-    from cubroker.client.transport.handshake import Silent
 
-    limit: float = click.get_current_context().find_root().params["timeout"]
+    limit = timeout()
 
     def open_session(directory: Path | None) -> Broker:
-        try:
-            return Broker(directory, connect_timeout=limit, **arguments)
-        except Silent as error:
-            raise Silent(f"{error.message}; cubroker --timeout SECONDS waits longer") from None
+        with hinting_at_timeout():
+            return Broker(directory, connect_timeout=limit)
 
     return open_session
+
+
+def timeout() -> float:
+    """Return the seconds that a broker may take to greet, as ``cubroker --timeout`` says."""
+    limit: float = click.get_current_context().find_root().params["timeout"]
+    return limit
+
+
+@contextmanager
+def hinting_at_timeout() -> Iterator[None]:
+    """Name that option in the error of a broker that has not greeted in time."""
+    from cubroker.client.transport.handshake import Silent
+
+    try:
+        yield
+    except Silent as error:
+        raise Silent(f"{error.message}; cubroker --timeout SECONDS waits longer") from None
 
 
 def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.client.devices import failure
@@ -55,14 +56,19 @@ class DigestRange(NamedTuple):
 
 
 def need(driver: Driver, name: str) -> None:
-    """Say before a pool of that name is filled that no digest of it can be computed: host devices take numpy for that.
+    """Say before a pool of that name is filled that no digest of it can be computed.
 
     Raises:
-        Unsupported: numpy is not installed.
+        Unsupported: the devices are emulated, and numpy is not installed.
     """
     if driver.host:
-        with needing(f"a digest on a host device, of pool {name!r},", "cubroker[numpy]"):
+        with _with_numpy(f"pool {name!r}"):
             import numpy as np  # noqa: F401
+
+
+def _with_numpy(label: str) -> AbstractContextManager[None]:
+    """Say what to install, if the digests of emulated devices are computed in a block, and numpy is not there."""
+    return needing(f"a digest on a host device, of {label},", "cubroker[numpy]")
 
 
 def sealing(
@@ -135,7 +141,7 @@ def compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = Fa
     try:
         for context in by_context if synchronize else ():
             context.synchronize()
-        with needing(f"a digest on a host device, of {label},", "cubroker[numpy]"):  # GPUs compute it themselves
+        with _with_numpy(label):  # GPUs compute it themselves
             for context, group in by_context.items():
                 values = context.digests([(piece.pointer, piece.nbytes) for piece in group])
                 found.update(zip((piece.spot for piece in group), values, strict=True))

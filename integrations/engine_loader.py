@@ -149,7 +149,8 @@ def _converted(name: str, given: object) -> Any:
         found = msgspec.convert(value, kind)
         return parse_mode(found) if name == "mode" and found is not None else found
     except msgspec.ValidationError:
-        raise ValueError(f"{_OPTIONS}: {name} is {json.dumps(given, default=repr)}; give {expected}") from None
+        shown = json.dumps(given, default=repr, skipkeys=True)
+        raise ValueError(f"{_OPTIONS}: {name} is {shown}; give {expected}") from None
     except Invalid as error:
         raise ValueError(f"{_OPTIONS}: {error.message}") from None
 

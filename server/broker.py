@@ -230,32 +230,38 @@ class Broker:
                 self._retry = None  # the end of every step tries to commit
             case FdsDelivered():
                 pass  # noted by the step itself
-            case _:
+            case _ if self._take_note(event):
                 told = event
-                try:
-                    self._take_note(event)
-                # The ledger must hear of it all the same: that a process has ended comes once.
-                except Exception:
-                    log.exception("the broker failed at taking note of %.500r", event)
         return () if told is None else (told,)
 
     def _processes(self) -> Iterable[SessionProcess]:
         return (SessionProcess(each.peer.pid, each.peer.uid, each.pidfd) for each in self._sessions.values())
 
-    def _take_note(self, event: LedgerEvent) -> None:
-        """Note what an event says to the broker itself, and not to the ledger alone."""
+    def _take_note(self, event: LedgerEvent) -> bool:
+        """Note what an event says to the broker itself, and not to the ledger alone; return whether that may hear it.
+
+        Without memory for a note of descriptors the event comes again: leases would be granted and get none.
+        """
         match event:
             case events.ConnectionLost(number) | events.ProcessExited(number):
-                self._requests.hang_up(self._sessions[number])
-                if self._checks and isinstance(event, events.ProcessExited):
-                    self._checks.soon()
+                try:
+                    self._requests.hang_up(self._sessions[number])
+                    if self._checks and isinstance(event, events.ProcessExited):
+                        self._checks.soon()
+                except MemoryError:  # the ledger hears of it all the same: it is said once
+                    log.exception("the broker failed at taking note of %.500r", event)
             case events.TimerExpired(timer):
                 self._timers.pop(timer, None)
             case events.Allocated(number, _, descriptors) | events.MulticastBound(number, descriptors=descriptors):
-                if descriptors:
-                    self._descriptors[number] = dict(enumerate(descriptors))
+                try:
+                    if descriptors:
+                        self._descriptors[number] = dict(enumerate(descriptors))
+                except MemoryError:
+                    self._loop.call_later(RETRY, self._queue.put, event)
+                    return False
             case events.Freed(number, ()) | events.MulticastUnbound(number):  # perhaps before it was reported allocated
                 self._descriptors.pop(number, None)
+        return True
 
     # -- decide ------------------------------------------------------------------------------------
 

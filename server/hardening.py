@@ -30,9 +30,11 @@ import mmap
 import os
 import platform
 import resource
+import signal
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_NO_NEW_PRIVS = 1, 4, 15, 38  #: Options of prctl(2).
@@ -71,6 +73,16 @@ def return_freed_blocks() -> None:
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_THRESHOLD, BLOCK)
         mallopt(M_TRIM_THRESHOLD, BLOCK)
+
+
+@contextmanager
+def blocked(signals: Iterable[int]) -> Iterator[None]:
+    """Block signals in this thread for the length of a block, and for good in what it starts meanwhile."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import click
 
@@ -75,7 +75,7 @@ def doctor(before: Path | None, devices: str | None, directory: Path | None, as_
     in one way at least on every device, else 1.
     """
     place, doubt = _find(directory or before)
-    facts = asyncio.run(gather(devices, place, connect=options.connector(timeout=ANSWER), doubt=doubt))
+    facts = asyncio.run(gather(devices, place, patience=options.timeout(), doubt=doubt))
     report = DoctorReport(facts)
     if as_json:
         format.document(report.document())
@@ -161,9 +161,6 @@ def _lines(verdict: Finding, indent: int, width: int | None) -> Iterator[str]:
 
 R = TypeVar("R")
 
-Connect: TypeAlias = Callable[[Path], Broker]
-"""Opens a session with the broker of a directory."""
-
 GPUS = "cuda"
 EMULATED = "host:2"
 
@@ -192,7 +189,7 @@ _ALL_USERS = "4294967295"
 
 
 async def gather(
-    spec: str | None, directory: Path, limit: float = LIMIT, *, connect: Connect = Broker, doubt: str = ""
+    spec: str | None, directory: Path, limit: float = LIMIT, *, patience: float = ANSWER, doubt: str = ""
 ) -> Facts:
     """Find everything out.
 
@@ -200,7 +197,7 @@ async def gather(
         spec: the devices; by default all GPUs, and two host devices where no driver answers.
         directory: where a broker serves, or would.
         limit: seconds that each trial may take.
-        connect: opens a session with that broker.
+        patience: seconds that this broker may take to greet.
         doubt: why that is not the directory of the host's broker, and what to do, if there is something to say.
     """
     survey = await _survey(spec or GPUS, limit)
@@ -209,7 +206,7 @@ async def gather(
         spec, devices = EMULATED, (await _survey(EMULATED, limit)).devices
     gate = asyncio.Semaphore(AT_ONCE)
     host, examined = await asyncio.gather(
-        asyncio.to_thread(examine_machine, directory, connect=connect),
+        asyncio.to_thread(examine_machine, directory, patience=patience),
         asyncio.gather(*(try_device(gate, spec or GPUS, device, limit) for device in devices)),
     )
     return Facts(driver, tuple(examined), replace(host, doubt=doubt))
@@ -256,7 +253,7 @@ def examine_machine(
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,
     *,
-    connect: Connect = Broker,
+    patience: float = ANSWER,
 ) -> HostFacts:
     """Look at the machine, and at the broker of ``directory``. Files are those under ``root``."""
     # A line like ``NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03 …``.
@@ -265,7 +262,7 @@ def examine_machine(
     descriptors, locked = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return HostFacts(
         directory=examine_directory(directory),
-        broker=examine_broker(directory, connect),
+        broker=examine_broker(directory, patience),
         user=os.geteuid(),
         kernel=os.uname().release.partition("-")[0],
         module=next((word for word in version.split() if word[0].isdigit() and "." in word), ""),
@@ -286,12 +283,12 @@ def examine_machine(
     )
 
 
-def examine_broker(directory: Path, connect: Connect = Broker) -> BrokerFacts:
+def examine_broker(directory: Path, patience: float = ANSWER) -> BrokerFacts:
     """Open a session with the broker of a directory, end it, and ask whether the broker lends."""
     try:
-        with connect(directory) as broker:
+        with options.hinting_at_timeout(), Broker(directory, connect_timeout=patience, timeout=ANSWER) as broker:
             count = len(broker.devices())
-        obstacle = handshake.ping(directory, ANSWER)
+            obstacle = handshake.ping(directory, patience)
     except CubrokerError as error:
         there = os.path.lexists(directory / places.SESSION_SOCKET)
         return BrokerFacts(error.code if there or error.code != "unavailable" else "absent", error.message)

@@ -88,7 +88,7 @@ def load(
             error leaves anything of the draft.
     """
     began = time.perf_counter()
-    if digest:
+    if digest and not if_absent:  # else the pool may be there, with digests
         need(broker.driver, name)
     first = next(iter(devices or (plan or {}).values()), 0)  # what is no device, the request for the memory refuses
     with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:

@@ -174,7 +174,7 @@ class SupervisedThread(ABC, Generic[T]):
         while self._begun and not future.done():
             try:
                 future.wait()
-            except BaseException as error:  # noqa: BLE001  whatever a signal handler raises
+            except BaseException as error:  # noqa: BLE001  a signal handler may raise any
                 interrupt = error
         try:
             if interrupt:

@@ -175,7 +175,7 @@ class PeerConnection:
         return messages.expect(self.hear_any(limit), kind)
 
     def hear_any(self, limit: float = CONNECT) -> Reply:
-        """Return what the exporter says next, whatever it is, a refusal too; raises as :meth:`hear` does."""
+        """Return what the exporter says next, which may be a refusal; raises as :meth:`hear` does."""
         deadline = time.monotonic() + limit
         try:
             head = self._exactly(messages.LENGTH.size, deadline)

@@ -492,7 +492,7 @@ class Exporter:
             while said is not None:
                 change = draft.change
                 if draft.gone:
-                    await self._release(peer)  # whatever the peer does: memory is freed that nobody has use for
+                    await self._release(peer)  # before the peer answers: the memory has no use any more, and is freed
                     await self._hang_up(peer, Unavailable(GONE))
                     return
                 if draft.runs == said:

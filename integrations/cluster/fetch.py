@@ -144,7 +144,7 @@ def follow(
     """
     terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
     order = _ordered(name, sources, directory, certificates, devices, **terms, if_changed=True, wait=PAUSES[1])
-    if not sources:
+    if not order.peers:
         raise Unavailable(f"{name} cannot be followed: no host is known")
     return _following(order, progress, failed or (lambda _: None))
 
@@ -221,7 +221,10 @@ def _ordered(
     )
     try:
         msgspec.convert(msgspec.to_builtins(order), Order)  # as the process will, which could not say it so
-    except msgspec.ValidationError as error:
+        msgspec.json.encode(order)
+    except UnicodeEncodeError as error:
+        raise Invalid(f"{error.object!r} is not UTF-8, as all of an order has to be; choose another name") from None
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise Invalid(f"an argument of this fetch is of another type: {error}") from None
     if order.width < 1:
         raise Invalid(f"width is {order.width}, and at least 1 source is read from")
@@ -233,7 +236,7 @@ def _ordered(
 
 def _listed(what: str, given: Sequence[T]) -> tuple[T, ...]:
     """Return what a list has; raises ``Invalid`` for one of its elements alone."""
-    if isinstance(given, str | int):  # the letters of a name are no names
+    if isinstance(given, str | bytes | int):  # the letters of a name are no names
         raise Invalid(f"{what} is {given!r}, and no list; pass [{given!r}]")
     return tuple(given)
 
@@ -249,11 +252,7 @@ def _devices(given: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
 
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
     """Have a process do what is ordered, and return what it did; raises as :func:`fetch` does."""
-    command = engine_command(MODULE)
-    try:
-        ordered = msgspec.json.encode(order) + b"\n"
-    except UnicodeEncodeError as error:
-        raise Invalid(f"{error.object!r} is not UTF-8, as all of an order has to be; choose another name") from None
+    command, ordered = engine_command(MODULE), msgspec.json.encode(order) + b"\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
         assert process.stdin is not None
         assert process.stdout is not None

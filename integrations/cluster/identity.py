@@ -311,22 +311,28 @@ def _alone(folder: Path) -> Iterator[None]:
     server: on a shared folder it excludes calls of other hosts as well, unless a host has mounted it with ``nolock`` or
     ``local_lock``.
 
+    Root gives a file that it makes to the owner of the folder, who may be the next that revokes, and no other file: a
+    link there could be to any.
+
     Raises:
-        Denied: the file is a link.
+        Denied: the file is a symbolic link, or of another user.
         Unsupported: the filesystem has no locks.
     """
     path, owner = folder / LOCK, folder.stat()
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        else:
+            with suppress(PermissionError):
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in (errno.ELOOP, errno.EACCES):
             raise
-        raise _link(path) from None
+        why = f"{path} cannot be locked: {reason(error)}; remove it, it has no content, and revoke again"
+        raise Denied(why) from None
     try:
-        if os.fstat(descriptor).st_nlink > 1:
-            raise _link(path)
-        with suppress(PermissionError):  # root may be the first that revokes, and the owner the second
-            os.fchown(descriptor, owner.st_uid, owner.st_gid)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
@@ -337,11 +343,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _link(path: Path) -> Denied:
-    """Return the error for a lock that may be another file, which root would give to the owner of the folder."""
-    return Denied(f"{path} is a link to another file, and is not locked; remove it")
 
 
 class Named(NamedTuple):

@@ -9,7 +9,7 @@ them.
 A host that fetches tells the exporter of its own host in the same frames what it has (:class:`Announce`), and an
 exporter its processes what to open (:class:`Serve`).
 
-Whatever comes in is bounded before it is decoded, and decoded into these types alone. The process that fetches
+All input is bounded before it is decoded, and decoded into these types alone. The process that fetches
 (:mod:`~cubroker.integrations.cluster.fetch_process`) is told an :class:`Order`, as a line of JSON, and answers with
 lines that are :class:`StatusLine`.
 """
@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import CubrokerError, Invalid, from_code
 from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS
 from cubroker.protocol.messages import AUTO
@@ -333,12 +334,11 @@ T = TypeVar("T")
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _locals: msgspec.msgpack.Decoder[Local] = msgspec.msgpack.Decoder(Local)
-_encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Request | Reply | Local) -> bytes:
     """Return a message as it goes over a connection."""
-    body = _encoder.encode(message)
+    body = encode(message)
     return LENGTH.pack(len(body)) + body
 
 

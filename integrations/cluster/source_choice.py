@@ -1,9 +1,10 @@
 """Which hosts a fetch reads from: who is asked and when, who opens the version, who is left, and why there is none.
 
 A host that is lost is asked again later, and is replaced by another one that has the same bytes: layout and digests are
-the same there, whatever number the version has. A host that has a part alone is a source of what it has, as long as
-nothing of that came out wrong. How pieces are shared among the sources, :mod:`~cubroker.integrations.cluster.sources`
-decides; here are the hosts behind them, each read by a :class:`.source_thread.SourceReader`.
+the same there; the number of the version may be another. A host that has a part alone is a source of what it has, as
+long as nothing of that came out wrong. How pieces are shared among the sources,
+:mod:`~cubroker.integrations.cluster.sources` decides; here are the hosts behind them, each read by a
+:class:`.source_thread.SourceReader`.
 """
 
 from __future__ import annotations

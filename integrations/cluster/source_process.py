@@ -26,7 +26,7 @@ from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 log = logging.getLogger(__name__)
 
 START = 60.0
-"""Seconds that a process has to start: it imports native libraries, from whatever disk."""
+"""Seconds that a process has to start: it imports native libraries, perhaps from a slow disk."""
 
 ANSWER = 120.0
 """Seconds that it has to answer: it may have to compute the digest of a large version."""

@@ -421,7 +421,7 @@ class SourceReader:
 
     @contextmanager
     def _telling(self, connection: PeerConnection) -> Iterator[None]:
-        """Say within a ``with`` block now and then that this side lives, whatever its thread does."""
+        """Say within a ``with`` block now and then that this side lives, also while its thread is busy."""
         over, errors = Event(), list[CubrokerError]()
 
         def tell() -> None:

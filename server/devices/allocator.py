@@ -324,23 +324,26 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         """
         there = self._pieces.get(ticket, {})
         found = [number for number in numbers or tuple(there) if number in there]
-        pieces = {AllocationId(ticket, number): there.pop(number) for number in found}
+        pieces = {AllocationId(ticket, number): there[number] for number in found}
+        for number in found:
+            del there[number]
         stored = self._store if ticket in self._stored else None
         if not there:
             self._pieces.pop(ticket, None)
             self._stored.discard(ticket)
         unfreed = sum(piece.nbytes for piece in pieces.values())
-        freed = MemoryWatch().freeing(self._device.uuid)  # which notes nothing
+        told: list[Callable[[AllocationId, int], None]] = []
         with self._logged():
             self._watch.freed(pieces)
-            freed = self._watch.freeing(self._device.uuid)
+            told.append(self._watch.freeing(self._device.uuid))
         for allocation, piece in pieces.items():
             with self._logged():
                 if stored:  # while it has the descriptor, the device does not get the memory back
                     stored.drop(stored_as(*allocation))
                 piece.release()
                 unfreed -= piece.nbytes
-                freed(allocation, piece.nbytes)
+                for freed in told:
+                    freed(allocation, piece.nbytes)
         if unfreed:
             log.error("%d bytes of ticket %d remain allocated", unfreed, ticket)
         return unfreed

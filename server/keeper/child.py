@@ -21,13 +21,15 @@ import re
 import select
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import FrameType
 from typing import NamedTuple
 
 from cubroker.protocol.errors import explain
+from cubroker.server.hardening import blocked
 from cubroker.server.standby import OFFER, READY, SPEAKS, TAKEN, checksum, hand_over
 from cubroker.server.store.sd_notify import COMMAND, FIRST, STANDBY, VARIABLES
 
@@ -79,14 +81,9 @@ class KeeperSignals:
         self._pending.difference_update(taken)
         return taken
 
-    @contextlib.contextmanager
-    def blocked(self) -> Iterator[None]:
+    def blocked(self) -> AbstractContextManager[None]:
         """Block the handled signals for a while."""
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handled)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return blocked(self._handled)
 
     def close(self) -> None:
         """Block the handled signals for the rest of this process's life.

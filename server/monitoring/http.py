@@ -43,6 +43,7 @@ from threading import Thread
 import h11
 import msgspec
 
+from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import InternalFailure, Invalid, explain
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import HIDDEN_ID
@@ -486,15 +487,14 @@ def _encode(view: View) -> bytes:
     """Return the page's data for a view, as one line of JSON."""
     users = {client.uid for client in view.clients} | {block.owner for block in view.blocks}
     users |= {pool.owner for pool in view.pools}
-    data = {
-        "time": time.time(),
-        "host": platform.node(),
-        "users": {str(uid): _user_name(uid) for uid in sorted(users)},
-        **msgspec.structs.asdict(view),
-    }
-    text = bytearray()
-    msgspec.json.Encoder().encode_into(data, text)  # without memory, encode() would end this process (msgspec 0.22.0)
-    return bytes(text)
+    return encode_json(
+        {
+            "time": time.time(),
+            "host": platform.node(),
+            "users": {str(uid): _user_name(uid) for uid in sorted(users)},
+            **msgspec.structs.asdict(view),
+        }
+    )
 
 
 @cache

@@ -142,10 +142,10 @@ class AsyncNotifier:
         self.manager.close()
 
     def _add(self, key: object, message: _Message) -> None:
-        with self._progress:
-            self._posted += 1
-        message.number = self._posted
+        message.number = self._posted + 1
         self._messages[key] = message
+        with self._progress:  # last: a number whose message there was no memory for would never be sent
+            self._posted = message.number
 
     def _post(self, key: object, message: _Message) -> None:
         self._add(key, message)

@@ -29,7 +29,7 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -38,7 +38,7 @@ from cubroker.driver import system_calls
 from cubroker.protocol.errors import Unavailable, explain
 from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
-from cubroker.server.hardening import obstacles, python_command
+from cubroker.server.hardening import blocked, obstacles, python_command
 from cubroker.server.transport import framing
 from cubroker.server.transport.unix_sockets import is_ready
 
@@ -386,7 +386,7 @@ LEFT_TO_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 processes of a group; the broker ends the gateway when it is done."""
 
 LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the log.
-_PIPE = 64 << 10  # bytes that a pipe holds
+_PART = 64 << 10  # bytes of it that are read at once
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
 """How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start, such
@@ -459,15 +459,19 @@ class GatewayProcess:
         loop = asyncio.get_running_loop()
         quick = 0
         while not self._stopping.is_set():
-            started = loop.time()
-            ending = await self._run()
-            if self._stopping.is_set():
-                break
-            if not self._first.done():
-                return self._first.set_result(ending)
-            quick = quick + 1 if loop.time() - started < STEADY else 0
-            delay = min(FIRST_DELAY * 2 ** min(quick - 2, 10), LONGEST_DELAY) if quick > 1 else 0.0
-            log.warning("the gateway went: %s; the next one starts in %.2f s", ending, delay)
+            delay = LONGEST_DELAY
+            try:
+                started = loop.time()
+                ending = await self._run()
+                if self._stopping.is_set():
+                    break
+                if not self._first.done():
+                    return self._first.set_result(ending)
+                quick = quick + 1 if loop.time() - started < STEADY else 0
+                delay = min(FIRST_DELAY * 2 ** min(quick - 2, 10), LONGEST_DELAY) if quick > 1 else 0.0
+                log.warning("the gateway went: %s; the next one starts in %.2f s", ending, delay)
+            except MemoryError:  # which passes
+                log.warning("the gateway went, and the broker had no memory to see to it; the next one starts soon")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
         return None
@@ -478,31 +482,32 @@ class GatewayProcess:
             process, connection = await self._spawn()
         except (OSError, MemoryError) as error:
             return f"it cannot be started: {explain(error)}"
-        self._connection = connection
-        connection.queue = self._queue  # the broker may have connected meanwhile
-        if self._stopping.is_set():
-            connection.close()
         try:
-            undone = await watch(connection, self._path)
-        except MemoryError:  # it may hang unseen from now on
-            undone = "could not be watched for want of memory"
-        if undone:
+            self._connection = connection
+            connection.queue = self._queue  # the broker may have connected meanwhile
+            if self._stopping.is_set():
+                connection.close()
+            if undone := await watch(connection, self._path):
+                process.kill()
+                connection.close()
+                undone += ", so it was killed, and "
+            await connection.ended
+            self._connection = None
+            status = await process.end()
+            return f"process {process.pid} {undone}{_ended(status)}{process.last_words()}"
+        finally:  # there may have been no memory for a step of it
+            self._connection = None
             process.kill()
             connection.close()
-            undone += ", so it was killed, and "
-        await connection.ended
-        self._connection = None
-        status = await process.end()
-        return f"process {process.pid} {undone}{_ended(status)}{process.last_words()}"
 
-    async def _spawn(self) -> tuple[Child, GatewayConnection]:
+    async def _spawn(self) -> tuple[GatewayChild, GatewayConnection]:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
             _, connection = await loop.create_unix_connection(lambda: GatewayConnection(self._queue), sock=ours)
             connection.listening.add_done_callback(self._announce)
             try:
-                return Child(theirs.fileno(), self._listener.fileno(), self._path), connection
+                return GatewayChild(theirs.fileno(), self._listener.fileno(), self._path), connection
             except BaseException:
                 connection.close()
                 raise
@@ -516,12 +521,12 @@ class GatewayProcess:
             self._queue.put(GatewayStarted())
 
 
-class Child:
+class GatewayChild:
     """A process that runs a gateway. The loop reads what it writes to its standard error, and a pidfd tells its end.
 
     asyncio has a thread wait for each process on Python 3.11, and on any Python that does not name ``pidfd_open``. A
-    thread that finds no memory to begin with never says that it has begun, and whoever starts it, the loop, waits for
-    that without a limit.
+    thread that finds no memory to begin with never says that it has begun, and the event loop, which starts it, waits
+    for that without a limit.
 
     Args:
         pipe: the gateway's end of the pipe.
@@ -537,22 +542,25 @@ class Child:
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._said = b""
         #: There already when there is no memory: what is not read would wake the loop again and again.
-        self._room = bytearray(_PIPE)
-        with contextlib.ExitStack() as undo:
-            with _blocked(LEFT_TO_US):
+        self._room = bytearray(_PART)
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as given:
+            # All opened here: Popen loses those that it has opened when it finds no descriptor for the next one (3.11).
+            nothing = given.enter_context(open(os.devnull, "rb"))
+            # Where ours leads may block, and a gateway that cannot say why it aborts does not end.
+            self._errors, errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            undo.callback(os.close, self._errors)
+            given.callback(os.close, errors)
+            os.set_blocking(errors, True)
+            with blocked(LEFT_TO_US):
                 self._process = subprocess.Popen(  # noqa: S603
                     python_command("cubroker.server.transport.gateway", str(pipe), str(listener), str(path)),
                     env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
-                    stdin=subprocess.DEVNULL,
-                    # Where ours leads may block, and a gateway that cannot say why it aborts does not end.
-                    stderr=subprocess.PIPE,
+                    stdin=nothing,
+                    stderr=errors,
                     pass_fds=(pipe, listener),
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)  # does nothing once it has ended
-            assert self._process.stderr
-            self._errors = undo.enter_context(self._process.stderr).fileno()
-            os.set_blocking(self._errors, False)
             pidfd = system_calls.pidfd_open(self.pid)
             undo.callback(os.close, pidfd)
             for descriptor, readable in ((self._errors, self._listen), (pidfd, self._exited)):
@@ -583,30 +591,26 @@ class Child:
         log.error("the gateway said: %s", text)
         return f" ({text.splitlines()[-1][:200]})"
 
-    def _listen(self) -> None:
-        """Read what it wrote: all of it, since a gateway that cannot write would not end."""
-        with contextlib.suppress(BlockingIOError):
+    def _listen(self) -> bool:
+        """Read what it wrote, and return whether that was anything; a gateway that cannot write would not end."""
+        try:
             count = os.readv(self._errors, [self._room])
-            if not count:
-                self._loop.remove_reader(self._errors)
-            self._said = (self._said + self._room[max(0, count - LAST_WORDS) : count])[-LAST_WORDS:]
+        except BlockingIOError:
+            return False
+        if not count:
+            self._loop.remove_reader(self._errors)
+        self._said = (self._said + self._room[max(0, count - LAST_WORDS) : count])[-LAST_WORDS:]
+        return count > 0
 
     def _exited(self) -> None:
         try:
-            self._listen()
+            while self._listen():
+                pass
         finally:
-            self._undo.close()
-            self._status.set_result(self._process.returncode)
-
-
-@contextlib.contextmanager
-def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Block signals in this thread for a while, and in what it starts for good."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            try:
+                self._undo.close()
+            finally:
+                self._status.set_result(self._process.returncode)
 
 
 def _ended(status: int) -> str:

@@ -38,6 +38,10 @@ SHARE = 16 << 10
 OVERHEAD = 512  #: Bytes that a request or an answer counts beside its own, for what is known of it.
 MAX_REQUESTS = 4096  #: Requests of one session that are pending or whose answers are kept.
 
+MAX_REFUSED = 64
+"""Runs of refused requests of one session. Past that what lies between them is refused as well: they are written down
+with each change of the session."""
+
 Frame = bytes | Answer
 """An answer: encoded, or a lease as it is, to be encoded whenever it is sent. All leases on a version share its layout,
 which can take megabytes, and any number of requests may wait for it."""
@@ -196,7 +200,8 @@ class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 
     #: The client has all replies before this number.
     oldest: int
-    #: Edges of :class:`Spans`. Earlier builds wrote the highest number, and took all unknown ones before it with it.
+    #: Edges of :class:`Spans`; 0 if there are none, as earlier builds have it and read it. These wrote the highest
+    #: number, and took all unknown ones before it with it.
     refused: tuple[int, ...] | int
     #: Edges of :class:`Spans`: other replies that the client has.
     received: tuple[int, ...]
@@ -205,10 +210,10 @@ class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
         """Return ``refused``, as it is written now."""
         if isinstance(self.refused, tuple):
             return self.refused
-        return (self.oldest, self.refused + 1) if self.oldest <= self.refused else ()
+        return (self.oldest, self.refused + 1) if self.oldest <= self.refused > 0 else ()
 
 
-NO_RECEIPTS = Receipts(0, (), ())
+NO_RECEIPTS = Receipts(0, 0, ())
 
 
 class ReplyCache:
@@ -241,7 +246,7 @@ class ReplyCache:
     @property
     def receipts(self) -> Receipts:
         """What the client has said that it has."""
-        return Receipts(self._oldest, tuple(self._refused.edges), tuple(self._received.edges))
+        return Receipts(self._oldest, tuple(self._refused.edges) or 0, tuple(self._received.edges))
 
     @property
     def lasting(self) -> frozenset[int]:
@@ -356,7 +361,7 @@ class ReplyCache:
 
     def _refuse(self, number: int) -> None:
         self._refused.add(number)
-        if len(self._refused) > MAX_REQUESTS:  # of a client that leaves out numbers, which none of ours does
+        if len(self._refused) > MAX_REFUSED:  # a request between them that is neither pending nor kept was lost
             self._refused.close_gaps()
 
     def _is_to_come(self, number: int) -> bool:

@@ -10,7 +10,6 @@ import select
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import islice
 from typing import Protocol
 
 from cubroker.protocol import wire
@@ -70,24 +69,23 @@ class FdTransfer:
         self._readers = readers
         self._descriptors = descriptors
         self._first = 0
-        self._places = ((ticket, place) for ticket, numbers in sources for place in numbers or descriptors[ticket])
-        self._next = list(islice(self._places, MAX_DESCRIPTORS))
+        self._places = [(ticket, place) for ticket, numbers in sources for place in numbers or descriptors[ticket]]
 
     def packet(self) -> tuple[bytes, list[int]] | None:
         """Return the next notice and its descriptors, the same until it is :meth:`sent`; None after the last."""
-        if not self._next:
+        places = self._places[self._first : self._first + MAX_DESCRIPTORS]
+        if not places:
             return None
-        notice = Descriptors(self.lease, len(self._next), self._first, self.rebound)
-        return wire.pack(notice), [self._descriptors[ticket][place] for ticket, place in self._next]
+        notice = Descriptors(self.lease, len(places), self._first, self.rebound)
+        return wire.pack(notice), [self._descriptors[ticket][place] for ticket, place in places]
 
     def lend(self, descriptors: Sequence[int]) -> AbstractContextManager[Sequence[int]]:
         """Return what to send in place of a packet's descriptors, in a ``with`` block; it may raise ``OSError``."""
         return self._readers.for_reading(descriptors) if self._readers else nullcontext(descriptors)
 
     def sent(self) -> None:
-        """Go on to the next packet."""
-        self._first += len(self._next)
-        self._next = list(islice(self._places, MAX_DESCRIPTORS))
+        """Go on to the next packet. All in one step: there may be no memory, and then this one is sent again."""
+        self._first += MAX_DESCRIPTORS
 
 
 class SessionConnection:

@@ -318,6 +318,8 @@ def test_without_numpy_digests_on_host_devices_are_refused_before_there_is_a_dra
             ask()
     with pytest.raises(NotFound):
         client.story(name)
+    load(client, name, [path])
+    assert not load(client, name, [path], digest=True, if_absent=True).loaded  # another process has computed them
 
 
 OLD = """

@@ -161,6 +161,7 @@ def test_a_mode_is_a_text_since_json_has_no_octal_numbers(mode: object, says: st
     ("given", "says"),
     [
         ({"pool": 7}, "pool is 7; give a text"),
+        ({"pool": {(1,): 2}}, "pool is {}; give a text"),
         ({"directory": True}, "directory is true; give a text"),
         ({"share": "vm"}, 'share is "vm"; give one of auto, ipc, vmm, multicast'),
         ({"durable": "no"}, 'durable is "no"; give true or false'),

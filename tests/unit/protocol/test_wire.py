@@ -20,15 +20,17 @@ from tests.unit.protocol.samples import SHAPES
 
 WITHOUT_MEMORY = """
 import resource
-from cubroker.protocol import wire
+import sys
+from cubroker.protocol import encoding, wire
 
+encode = {"pack": wire.pack, "encode": encoding.encode, "encode_json": encoding.encode_json}[sys.argv[1]]
 value, failures = [bytes(3_000_000), "end"], 0
 for room in range(0, 8 << 20, 1 << 16):
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
     try:
-        wire.pack(value)
+        encode(value)
     except MemoryError:
         failures += 1
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -36,8 +38,9 @@ print(0 < failures < 128)
 """
 
 
-def test_what_there_is_no_memory_to_encode_ends_no_process() -> None:
-    command = [sys.executable, "-c", WITHOUT_MEMORY]
+@pytest.mark.parametrize("function", ["pack", "encode", "encode_json"])
+def test_what_there_is_no_memory_to_encode_ends_no_process(function: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_MEMORY, function]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 

@@ -30,6 +30,7 @@ from cubroker.protocol.messages import (
     Welcome,
 )
 from cubroker.protocol.wire import authentication
+from cubroker.server import broker as server_broker
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
 from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue
@@ -60,7 +61,7 @@ from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore
 from tests.unit.server.clients import RawClient, session
-from tests.unit.server.loops import Gateway, run
+from tests.unit.server.loops import Gateway, run, until
 
 MIB = 1 << 20
 
@@ -244,6 +245,37 @@ def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(ca
         run(test())
     assert caplog.text.count("the broker failed at Notify") == 2
     assert caplog.text.count("the broker failed at Respond") == 2
+
+
+class Scarce(dict[int, dict[int, int]]):
+    """A table that there is no memory to grow, once."""
+
+    short = True
+
+    def __setitem__(self, key: int, value: dict[int, int]) -> None:
+        if self.short:
+            self.short = False
+            raise MemoryError
+        super().__setitem__(key, value)
+
+
+def test_the_ledger_hears_of_memory_when_its_descriptors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases on it would be granted before, and get no descriptors."""
+
+    async def test() -> None:
+        stage, heard, notes = Stage(), list[LedgerEvent](), Scarce()
+        monkeypatch.setattr(server_broker, "RETRY", 0.0)
+        monkeypatch.setattr(stage.broker._ledger, "handle", lambda event, _: heard.append(event) or [])
+        monkeypatch.setattr(stage.broker, "_descriptors", notes)
+        stage.queue.put(allocated := Allocated(5, (b"",), (7,)))
+        assert not heard
+        await until(lambda: heard)
+        assert heard == [allocated]
+        assert notes == {5: {0: 7}}
+        stage.broker.close("the end")
+        stage.client.close()
+
+    run(test())
 
 
 def test_the_ledger_hears_of_the_end_of_a_process_without_memory_for_what_else_comes_of_it(

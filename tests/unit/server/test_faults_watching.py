@@ -203,15 +203,17 @@ def test_a_gateway_that_cannot_be_watched_is_not_the_last(tmp_path: Path, monkey
     run(test())
 
 
-def test_a_gateway_is_started_again_after_a_moment_without_memory(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Neither the last words of one, nor the start of another, nor a look at that find any; each costs a gateway."""
-
+@pytest.mark.parametrize("step", ["remove_reader", "_listen", "end", "last_words", "Popen", "watch"])
+def test_a_gateway_is_started_again_after_a_moment_without_memory(
+    tmp_path: Path, monkeypatch: Patch, step: str
+) -> None:
     async def test() -> None:
         async with gateway_process(tmp_path) as broker:
-            monkeypatch.setattr(transport.Child, "_listen", no_memory)
-            fail_nth(monkeypatch, subprocess, "Popen", 1, MemoryError())
-            fail_nth(monkeypatch, transport, "watch", 1, MemoryError())
+            places = {"remove_reader": asyncio.get_running_loop(), "Popen": subprocess, "watch": transport}
+            count = fail_nth(monkeypatch, places.get(step, transport.GatewayChild), step, 1, MemoryError())
             os.kill(gateway_of(os.getpid()), signal.SIGKILL)
             await until(lambda: broker.events)
+            assert count()
+            assert len(gateways(os.getpid())) == 1
 
     run(test())

@@ -254,6 +254,8 @@ def test_without_nixl_the_extra_is_named(
         ({"devices": 0}, Invalid, r"devices is 0, and no list; pass \[0\]"),
         ({"sources": "gpu-1"}, Invalid, r"sources is 'gpu-1', and no list; pass \['gpu-1'\]"),
         ({"width": 1.5}, Invalid, r"an argument of this fetch is of another type: .*int.*\$\.width"),
+        ({"share": ...}, Invalid, "an argument of this fetch is of another type"),
+        ({"devices": b"ab"}, Invalid, "devices is b'ab', and no list"),
         ({"durable": "no"}, Invalid, r"of another type: .*bool.*\$\.durable"),
         ({"patience": "5"}, Invalid, r"of another type: .*float.*\$\.patience"),
         ({"directory": "/tmp/\udcff"}, Invalid, r"'/tmp/\\udcff' is not UTF-8"),

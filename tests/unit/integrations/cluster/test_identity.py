@@ -434,16 +434,22 @@ def test_the_owner_of_a_folder_may_revoke_after_root(authority: Path, tmp_path: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files of other users need root")
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-def test_a_lock_that_is_another_file_is_not_locked(
+def test_root_gives_no_file_away_to_which_there_is_a_link_in_place_of_the_lock(
     authority: Path, tmp_path: Path, link: Callable[[Path, Path], None]
 ) -> None:
-    """Root gives the file to the owner of the folder, who may have put a link there."""
     (other := tmp_path / "other").write_bytes(b"secret")
     os.chown(authority, 1234, 1234)
     link(authority / "crl.lock", other)
-    with pytest.raises(Denied, match=r"crl\.lock is a link to another file, and is not locked; remove it"):
+    with suppress(Denied):
         revoke(authority, issue(authority, tmp_path / "lost", "root"))
-    assert other.stat().st_uid == os.geteuid()
+    assert (other.read_bytes(), other.stat().st_uid) == (b"secret", os.geteuid())
+
+
+def test_a_symbolic_link_in_place_of_the_lock_is_refused(authority: Path, tmp_path: Path) -> None:
+    (authority / "crl.lock").symlink_to(tmp_path / "other")
+    with pytest.raises(Denied, match=r"crl\.lock cannot be locked: .*; remove it, it has no content, and revoke again"):
+        revoke(authority, issue(authority, tmp_path / "lost", "root"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_without_locks_is_an_error(authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from cubroker.protocol import Layout, wire
 from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Failed, ReplicaHandles
 from cubroker.server.transport.reply_cache import (
     MAX_BYTES,
+    MAX_REFUSED,
     MAX_REQUESTS,
     OVERHEAD,
     SHARE,
@@ -111,15 +113,14 @@ def test_what_was_refused_is_never_done() -> None:
     for number in (late + 3, late + 8):  # the first was lost while there was no room
         assert answers.admit(number, late, b"here", 10) is Admission.NEW
     assert answers.admit(late, late + 8, b"here", 10) is Admission.STALE, "its client has the refusal"
-    assert answers.receipts.refused == ()
+    assert answers.receipts.refused == 0
 
 
 def test_refusals_of_a_client_that_leaves_out_numbers_are_bounded() -> None:
     answers, late = full()
-    for number in range(late, late + 2 * MAX_REQUESTS + 1, 2):
+    for number in range(late, late + 2 * MAX_REFUSED + 1, 2):
         assert answers.admit(number, 1, b"here", 10) is Admission.FULL
-        assert len(answers.receipts.refused) <= 2 * MAX_REQUESTS
-    assert answers.receipts.refused == (late, late + 2 * MAX_REQUESTS + 1)
+    assert answers.receipts.refused == (late, late + 2 * MAX_REFUSED + 1)
     assert answers.admit(late + 1, late, b"here", 10, must_deliver=True) is Admission.NEW, "it takes no refusal"
 
 
@@ -316,13 +317,22 @@ def test_what_an_earlier_broker_answered_is_answered_again_and_what_it_refused_i
     }
 
 
-@pytest.mark.parametrize(("refused", "edges"), [(0, ()), (2, ()), (3, (3, 4)), (8, (3, 9))])
-def test_of_refusals_an_earlier_build_wrote_the_highest_number(refused: int, edges: tuple[int, ...]) -> None:
-    answers = ReplyCache(Receipts(oldest=3, refused=refused, received=()))
+@pytest.mark.parametrize(
+    ("oldest", "refused", "edges"), [(0, 0, 0), (3, 0, 0), (3, 2, 0), (3, 3, (3, 4)), (3, 8, (3, 9)), (0, 1, (0, 2))]
+)
+def test_of_refusals_an_earlier_build_wrote_the_highest_number(oldest: int, refused: int, edges: object) -> None:
+    answers = ReplyCache(Receipts(oldest=oldest, refused=refused, received=()))
     assert answers.receipts.refused == edges
     if edges:
         assert answers.admit(refused, 1, b"here", 10) is Admission.FULL
     assert answers.admit(refused + 3, 1, b"here", 10) is Admission.NEW
+
+
+def test_an_earlier_build_reads_the_receipts_of_a_session_that_was_refused_nothing() -> None:
+    answers = ReplyCache()
+    assert answers.admit(4, 4, b"here", 10) is Admission.NEW
+    written = msgspec.msgpack.encode(answers.receipts)
+    assert msgspec.msgpack.decode(written, type=tuple[int, int, tuple[int, ...]]) == (4, 0, ())
 
 
 def test_numbers_that_were_never_asked_are_no_receipts() -> None:

@@ -135,7 +135,7 @@ def test_what_was_received_is_not_kept_and_not_done_again() -> None:
     book.write(scribe.changes())
     remembered = remembered_of(book, 1)
     assert sorted(remembered.replies) == [2]
-    assert remembered.receipts == Receipts(2, (), (3, 4))
+    assert remembered.receipts == Receipts(2, 0, (3, 4))
     answers = remembered.reply_cache(lambda lease: None)
     assert answers.receipts == remembered.receipts
     assert [answers.admit(number, 2, b"id", 10) for number in (1, 3)] == [Admission.STALE] * 2
