@@ -351,7 +351,7 @@ class Exporter:
                 peer.writer.write(messages.frame(message))
                 await peer.writer.drain()
         except TimeoutError:
-            peer.writer.transport.abort()  # or it would wait until that is sent
+            _abort(peer.writer)  # or it would wait until that is sent
             raise
 
     async def _refuse(self, peer: _Peer, error: CubrokerError) -> None:
@@ -512,7 +512,7 @@ class Exporter:
                 peer.writer.close()
                 await peer.writer.wait_closed()
         finally:
-            peer.writer.transport.abort()
+            _abort(peer.writer)
 
     def _progress(self, peer: _Peer, nbytes: int) -> Going:
         now, rules = time.monotonic(), self._rules
@@ -631,3 +631,9 @@ def _watched(broker: Broker, name: str) -> News | None:
         return broker.watch(name)
     except Denied:
         return None
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """End a connection at once, if it has not ended."""
+    with suppress(AttributeError):  # of asyncio in Python 3.11.2, Debian's, for one over TLS that has ended
+        writer.transport.abort()
