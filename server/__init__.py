@@ -1,4 +1,4 @@
 """The broker: ledger, device memory, sessions, and the gateway that carries requests to it.
 
-Imports ``driver`` and ``protocol``; ``cli`` alone imports it, and never the client.
+It imports ``driver`` and ``protocol``, and never ``client``. Only ``cli`` imports it.
 """

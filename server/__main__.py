@@ -12,7 +12,7 @@ from cubroker.server.main import configure, serve, stand_by
 
 
 def main() -> int:
-    """Serve until told to stop; 1 if the broker cannot start."""
+    """Serve until told to stop, and return the exit status: 1 if the broker cannot start."""
     parser = argparse.ArgumentParser(prog="python -m cubroker.server")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--config", type=Path, help="a TOML file; what is given here comes before it")

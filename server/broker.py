@@ -1,16 +1,16 @@
 """The broker as a line: events come in at one end; memory, descriptors, notices and replies leave at the other.
 
-    decode    an event of the queue becomes what the ledger is told: a batch becomes requests, a greeting a session
-    decide    the ledger takes it and returns effects
-    prepare   replies are encoded, since the journal has them, and what else is to be written down is noted
-    commit    the journal gets all of that, before anyone hears of it and before anything is done about it
-    execute   devices, sessions and timers do what the effects say
-    send      the replies leave, and new sessions are welcomed
+    decode    turn an event of the queue into events of the ledger: a batch into requests, a greeting into a session
+    decide    pass each of them to the ledger, which returns effects
+    prepare   encode the replies, which the journal keeps, and note what else the journal must record
+    commit    write all of that to the journal, before any reply is sent and before any effect is executed
+    execute   carry out the effects on devices, sessions and timers
+    send      send the replies, and welcome new sessions
 
-:meth:`Broker.step` shows these stages in order. Each takes values and returns values, and none calls back into an
-earlier one: what it learns later is put into the queue (:mod:`cubroker.server.event_queue`). Everything here runs on
-the event loop and returns at once. Blocking work runs on a thread per device, and long work in steps, in which users
-take turns.
+:meth:`Broker.step` runs these stages in order. Each stage takes values and returns values. No stage calls back into an
+earlier one: the outcome of an effect is a new event in the queue (:mod:`cubroker.server.event_queue`). Everything here
+runs on the event loop and never blocks. Blocking work runs on a thread per device, and long work in short steps, in
+which users take turns.
 """
 
 from __future__ import annotations
@@ -56,33 +56,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDS_LEASE = (Close, Seal)  #: Requests that may end a lease.
-RETRY = 0.5  #: Seconds after which changes that the journal had no room for are written again.
+RETRY = 0.5  #: Seconds after which the broker tries again to write changes for which the journal had no room.
 
 AUDIT_SHARE = 20
-"""An audit of all tables takes at most 1/AUDIT_SHARE of the loop's time, however many mistakes there are."""
+"""Audits of all tables take at most 1/AUDIT_SHARE of the loop's time, however often the ledger fails."""
 
 MOST_FINDINGS = 20  #: Findings of an audit that are logged.
 
 
 class Broker:
-    """Takes the events of a queue, one at a time, through the line.
+    """The line, through which each event of a queue goes, one at a time.
 
     Not to be confused with :class:`cubroker.client.Broker`, a client's session with this one.
 
     Args:
-        queue: has the events.
-        ledger: decides everything.
-        memory: the devices' memory, by UUID.
+        queue: the events.
+        ledger: makes all decisions.
+        memory: the allocator of each device, by UUID.
         multicast: binds the memory of several devices together.
-        driver: the devices'; clients build theirs from its text.
-        gateway: takes batches of replies.
-        observer: watches the ledger.
-        store: keeps what outlives this broker, if there is one.
-        session_log: gathers what is to be written to the store's journal beside the ledger.
-        checks: compares what processes have mapped with their leases, if anything does.
+        driver: the driver of the devices; clients construct theirs from its ``spec``.
+        gateway: receives batches of replies.
+        observer: counts and logs the events and effects of the ledger.
+        store: keeps the journal and descriptors for the next broker; None: there is no store.
+        session_log: collects what the journal records of sessions and replies; None without a store.
+        checks: compares the memory that processes have mapped with their leases; None: no checks.
 
     Attributes:
-        sessions: all of them.
+        sessions: all sessions.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Broker:
         self._requests = IncomingRequests(queue, self._loop, session_log)
         self.sessions = Sessions(queue, ledger, self._requests, driver, store, session_log)
         self._sessions = self.sessions.by_number
-        self._descriptors: dict[int, dict[int, int]] = {}  # by ticket or multicast group, and by number in that
+        self._descriptors: dict[int, dict[int, int]] = {}  # by ticket or multicast group, then by number in it
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._effects: list[Effect] = []  # decided, not yet written down
         self._recovery = Recovery(ledger)
@@ -125,10 +125,10 @@ class Broker:
     # -- the line ----------------------------------------------------------------------------------
 
     def step(self, event: Event) -> None:
-        """Take one event through the line. After :meth:`close` the next broker hears of it instead."""
+        """Take one event through the line. After :meth:`close`, ignore it: it is left to the next broker."""
         if self._closed:
             return None
-        if type(event) is FdsDelivered:  # the next commit writes this down; until then it is sent again at worst
+        if type(event) is FdsDelivered:  # recorded by the next commit; after a crash before that, they are sent again
             return self._log.delivered(event.lease) if self._log else None
         try:
             for told in self._decode(event):
@@ -139,23 +139,23 @@ class Broker:
                     self._observer.before(told)
                     try:
                         effects = self._ledger.handle(told, time.time())
-                    # A mistake in the ledger over one event must not take every other client's memory with it, as the
-                    # end of this process would. The log has the event, and the client that asked hears of it.
+                    # A mistake in the ledger at one event must not end this process, which would end the memory of all
+                    # clients. The log gets the event, and the client that sent the request gets an error.
                     except Exception as error:
                         log.exception("the broker failed at %.500r", told)
                         effects = self._recover(told, error)
                     self._observer.after(told, effects)
                 self._prepare(told, effects)
-                if self._requests.full:  # these replies go before the next request: the gateway may be behind then
+                if self._requests.full:  # send before decoding the next request: the gateway may be behind afterwards
                     self._commit_and_send()
         finally:
             self._commit_and_send()
         return None
 
     def _commit_and_send(self) -> None:
-        """Write down all that was decided; then do it, and send the replies.
+        """Write all decisions to the journal; then execute their effects, and send the replies.
 
-        What the journal has no room for now is written later, and nothing is done or said about it until then.
+        If the journal has no room, a later step tries again. Until then no effect is executed and no reply is sent.
         """
         if not self._commit():
             return
@@ -163,17 +163,17 @@ class Broker:
         for effect in effects:
             try:
                 self._execute(effect)
-            # One effect, a notice that no memory is left for, must not take the others with it: memory to be freed.
+            # One effect that fails, say a notice for want of memory, must not stop the others: they may free memory.
             except Exception:
                 log.exception("the broker failed at %.500r", effect)
         if self.sessions.unwelcomed:
             self.sessions.welcome_stored()
         for batch in self._requests.replies():
-            if self._gateway.send(batch):  # no expensive work is done while the gateway is behind with its results
+            if self._gateway.send(batch):  # the gateway is behind with replies: start no more expensive work
                 self._requests.turns.pause()
 
     def _commit(self) -> bool:
-        """Write all changes to the journal, if there is one; False if it has no room for them now."""
+        """Write all changes to the journal, if there is one; return False if it has no room for them now."""
         if self._store is None or self._log is None:
             return True
         try:
@@ -192,11 +192,11 @@ class Broker:
     # -- decode ------------------------------------------------------------------------------------
 
     def _decode(self, event: Event) -> Iterable[LedgerEvent | Respond]:
-        """Return what the ledger is told about an event, and replies that it need not decide on."""
+        """Return the ledger events that an event leads to, and replies that need no decision."""
         told: LedgerEvent | None = None
         match event:
             case BatchReceived(frames):
-                if self._requests.turns.paused and not self._gateway.send(()):  # it is not behind any more
+                if self._requests.turns.paused and not self._gateway.send(()):  # the gateway is not behind any more
                     self._requests.turns.resume()
                 return self._requests.decode(frames)
             case TurnDue():
@@ -227,9 +227,9 @@ class Broker:
                 if self._checks:
                     self._checks.finish(event, self._processes())
             case JournalRetryDue():
-                self._retry = None  # the end of every step tries to commit
+                self._retry = None  # every step tries to commit at its end
             case FdsDelivered():
-                pass  # noted by the step itself
+                pass  # handled by the step itself
             case _ if self._take_note(event):
                 told = event
         return () if told is None else (told,)
@@ -238,9 +238,9 @@ class Broker:
         return (SessionProcess(each.peer.pid, each.peer.uid, each.pidfd) for each in self._sessions.values())
 
     def _take_note(self, event: LedgerEvent) -> bool:
-        """Note what an event says to the broker itself, and not to the ledger alone; return whether that may hear it.
+        """Note what an event means for the broker itself; return whether the ledger may have the event now.
 
-        Without memory for a note of descriptors the event comes again: leases would be granted and get none.
+        It may not if no memory is left to note descriptors: leases would get none. The event is then queued again.
         """
         match event:
             case events.ConnectionLost(number) | events.ProcessExited(number):
@@ -248,7 +248,7 @@ class Broker:
                     self._requests.hang_up(self._sessions[number])
                     if self._checks and isinstance(event, events.ProcessExited):
                         self._checks.soon()
-                except MemoryError:  # the ledger hears of it all the same: it is said once
+                except MemoryError:  # the ledger must have the event all the same: it is reported only once
                     log.exception("the broker failed at taking note of %.500r", event)
             case events.TimerExpired(timer):
                 self._timers.pop(timer, None)
@@ -259,14 +259,15 @@ class Broker:
                 except MemoryError:
                     self._loop.call_later(RETRY, self._queue.put, event)
                     return False
-            case events.Freed(number, ()) | events.MulticastUnbound(number):  # perhaps before it was reported allocated
+            case events.Freed(number, ()) | events.MulticastUnbound(number):
+                # The descriptors are still here if Free was executed before Allocated arrived.
                 self._descriptors.pop(number, None)
         return True
 
     # -- decide ------------------------------------------------------------------------------------
 
     def _recover(self, told: LedgerEvent, error: Exception) -> Sequence[Effect]:
-        """Return the effects of an event that the ledger failed at."""
+        """Return the effects of an event at which the ledger failed."""
         effects = list(self._recovery.recover())
         match told:
             case events.SessionOpened(number):
@@ -283,7 +284,7 @@ class Broker:
     # -- prepare -----------------------------------------------------------------------------------
 
     def _prepare(self, told: LedgerEvent | Respond, effects: Iterable[Effect]) -> None:
-        """Encode replies, and note what is to be written down of the other effects."""
+        """Encode replies, and note what the journal must record of the other effects."""
         if self._checks and isinstance(told, RequestReceived) and isinstance(told.body, ENDS_LEASE):
             self._checks.soon()
         for effect in effects:
@@ -295,7 +296,7 @@ class Broker:
                     self._requests.respond(session, effect.request, body)
                     continue
                 self._note_change(effect)
-            # Nor may one effect, a reply that no memory is left for, take the others with it: memory to be freed.
+            # As in _commit_and_send: one effect that fails must not stop the others.
             except Exception as error:
                 log.exception("the broker failed at %.500r", effect)
                 if isinstance(effect, Respond) and (waits := self._awaiting(effect.session, effect.request)):
@@ -303,7 +304,7 @@ class Broker:
 
     def _note_change(self, effect: Effect) -> None:
         match effect:
-            case events.SendFds(session, lease, rebound=False) if self._log:  # a next broker makes new multicast groups
+            case events.SendFds(session, lease, rebound=False) if self._log:  # a next broker rebinds multicast groups
                 self._log.undelivered(session, lease)
             case events.CancelFds(_, lease) if self._log:
                 self._log.delivered(lease)
@@ -315,10 +316,10 @@ class Broker:
         if refusal.code == Denied.code:
             self.sessions.rejections.log(self._sessions[effect.session].peer, refusal.message)
         elif refusal.code == OverQuota.code and self._checks:
-            self._checks.soon()  # it may be for memory beyond leases; a client that is told to unmap asks again
+            self._checks.soon()  # the quota may be that of memory beyond leases: a client that unmaps it asks again
 
     def _awaiting(self, number: int, request: int) -> SessionConnection | None:
-        """Return the session of a request that is still to be answered, else None."""
+        """Return the session of a request that is not answered yet; None if the request is answered."""
         session = self._sessions.get(number)
         return session if session and session.replies.is_pending(request) else None
 
@@ -350,7 +351,7 @@ class Broker:
                 expired = events.TimerExpired(effect.timer)
                 self._timers[effect.timer] = self._loop.call_later(effect.seconds, self._queue.put, expired)
             case events.CancelTimer():
-                if timer := self._timers.pop(effect.timer, None):  # it may run out before this is written down
+                if timer := self._timers.pop(effect.timer, None):  # it may have expired before the commit
                     timer.cancel()
             case events.ForgetSession():
                 self.sessions.forget(effect.session)
@@ -372,7 +373,7 @@ class Broker:
             self._descriptors.pop(ticket, None)
 
     def resume(self, news: Iterable[LedgerEvent], logged: Mapping[int, LoggedSession]) -> None:
-        """Tell the ledger what happened while no broker ran, and tell sessions again what they may not have heard."""
+        """Tell the ledger what happened while no broker ran, and send sessions again what they may have missed."""
         self._queue.put(Restored(tuple(news)))
         for number, session in self._sessions.items():
             before = logged[number]
@@ -380,33 +381,33 @@ class Broker:
                 self._checks.joined(session.peer.uid)
             if not before.welcomed:
                 self.sessions.welcome(session)
-            session.notify(Draining(self._ledger.drain_reason))  # it may have heard otherwise from the earlier broker
+            session.notify(Draining(self._ledger.drain_reason))  # the earlier broker may have sent another one
             for lease in before.undelivered_fds:
                 grant = self._ledger.lease_grant(number, lease)
                 if grant is not None and grant.hand_over is not None:
                     self._execute(grant.hand_over)
 
     def status(self) -> str:
-        """Return how it fares, in one line."""
+        """Return the ledger's totals, in one line."""
         return self._ledger.summary()
 
     def holds(self, *, with_store: bool) -> bool:
-        """Whether a client holds something that would go with this broker, and ``with_store`` with the store."""
+        """Whether a client leases memory that ends with this broker or, if ``with_store``, with the store."""
         return self._ledger.shutdown_loses(with_store=with_store)
 
     def drain(self, *, with_store: bool) -> None:
-        """Lend nothing more that would go with this broker, and ``with_store`` with the store."""
+        """Grant no more leases on memory that ends with this broker or, if ``with_store``, with the store."""
         self._queue.put(events.ShutdownStarted(with_store))
         log.info("draining; what is held: %s", self._ledger.holders_text)
 
     async def drained(self) -> None:
-        """Return when no client holds anything any more that would go with this broker."""
+        """Wait until no lease is left on the memory that :meth:`drain` is about."""
         await self._drained.wait()
 
     def close(self, reason: str) -> None:
-        """Say farewell to every session, and forget them all; or leave them to the next broker, if there is a store.
+        """Send every session a farewell and end it; with a store, leave the sessions to the next broker instead.
 
-        Memory that a client holds is left as it is: it may be mapped.
+        Memory that a client leases is not freed: it may be mapped.
         """
         if held := self._ledger.holders_text:
             log.warning("still held, and left as it is: %s; memory of ipc pools ends with this process", held)
@@ -432,13 +433,13 @@ class Broker:
 
 
 class Recovery:
-    """Serves the other clients after a mistake in the ledger, and logs what the mistake did to the ledger's tables.
+    """Recovery from a mistake in the ledger: serves the other clients, and logs the damage to the ledger's tables.
 
-    What the event left half-done may contradict the rest of the tables. The next broker would drop such entries, or
-    refuse all of them, long after the cause; so this one looks at once.
+    The event that failed may have left entries that contradict the rest of the tables. The next broker would drop such
+    entries, or refuse all of them, long after the cause. So this broker audits the tables soon after the mistake.
 
     Args:
-        ledger: made the mistake.
+        ledger: the ledger that made the mistake.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -448,12 +449,12 @@ class Recovery:
         self._timer: asyncio.TimerHandle | None = None
 
     def recover(self) -> Sequence[Effect]:
-        """Return the effects of an event that an exception ended; an audit follows soon."""
+        """Return the effects of an event that an exception interrupted, and schedule an audit."""
         if self._timer is None:
             self._timer = self._loop.call_at(max(self._due, self._loop.time()), self._audit)
         try:
             return self._ledger.recover()
-        # As over the event itself: others are served.
+        # As at the event itself: the other clients must still be served.
         except Exception:
             log.exception("the broker failed at going on after that")
             return self._ledger.take_effects()

@@ -1,8 +1,9 @@
-"""The directory where a broker serves: one broker at a time, and none removes the files of another.
+"""The directory where a broker serves: only one broker at a time, and none removes the files of another.
 
-A broker locks the file ``lock`` there. The lock alone does not prove that no other broker serves: if the file was
-removed meanwhile, the next broker locks a new one. So a broker that has the lock also calls the session socket, and
-gives way to any process that listens there. At its end it removes the sockets that it made itself, by inode.
+A broker locks the file ``lock`` there. The lock alone does not prove that no other broker serves: if somebody removes
+the file, the next broker creates and locks a new one. So a broker that has the lock also connects to the session
+socket, and refuses to start if another process listens there. At its end it removes only the sockets that it made,
+which it recognizes by inode.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from cubroker.server.transport.peer_credentials import overflow_id
 from cubroker.server.transport.unix_sockets import Access, BoundSocket, probe, set_access
 
 SO_PASSRIGHTS = 83
-"""Linux 6.16: whether a Unix socket takes descriptors (asm-generic/socket.h; Python does not name it)."""
+"""Linux 6.16: whether a Unix socket receives descriptors (asm-generic/socket.h; Python does not name it)."""
 
 BACKLOG = 512  #: Connections that may wait to be accepted.
 
 LISTENERS = DOOR, REQUESTS = ("door", "requests")
-"""The names under which the listening sockets are handed over: that for sessions, and that for requests."""
+"""The names under which the listening sockets are handed over: the session socket, and the request socket."""
 
 
 class Directory:
@@ -39,16 +40,17 @@ class Directory:
         access: who may connect; by default the broker's own user (and root) alone. It does not change sockets that
             another process has made.
         listening: sockets that listen there already, by name; this object takes them over.
-        own: the names of those that an earlier broker made.
-        lasting: leave the sockets in the directory at the end: another process has them too, and clients may wait.
+        own: the names of ``listening`` sockets that an earlier broker made.
+        lasting: leave the socket files in the directory at the end, since another process holds the sockets too, and
+            clients may wait there.
 
     Attributes:
         sessions: the listening session socket.
         requests: the listening request socket.
-        fresh: those of them that were made here, by name.
+        fresh: the sockets that this object made, by name.
 
     Raises:
-        Invalid: no socket can have the path.
+        Invalid: the path is too long for a socket, or not UTF-8.
         Denied: the directory cannot be written, or another user could pose as the broker there.
         Unavailable: another broker serves there, or the system refuses a file or socket.
     """
@@ -100,8 +102,8 @@ class Directory:
                     set_access(path, self._access)
                 _refuse_descriptors(listener)
                 return listener
-        # A store holds the session socket of a broker that is being started again. The request socket of one that was
-        # killed is held by its gateway, for a moment, which is no reason to refuse: BoundSocket replaces it.
+        # Refuse also if a store holds the session socket, for a broker that is being started again. The request socket
+        # is no reason to refuse: the gateway of a killed broker may hold it for a moment, and BoundSocket replaces it.
         if answer.listens and name == DOOR:
             raise Unavailable(
                 f"another broker (process {answer.pid or 'unknown'}) listens on {path}; use that one, stop it and"
@@ -123,9 +125,9 @@ def _refusal(path: Path, error: OSError) -> Denied | Unavailable:
 
 
 def _refuse_descriptors(listener: socket.socket) -> None:
-    """Let the system refuse descriptors that peers send to this socket; older systems deliver them, to be closed.
+    """Have the kernel refuse descriptors that peers send to this socket; older kernels accept them, to be closed.
 
-    To close one may take as long as the peer likes: a TCP socket that lingers, a file on a server that does not answer.
+    Closing one may block as long as the peer likes: a TCP socket that lingers, a file on a server that does not answer.
     """
     with suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
@@ -136,7 +138,7 @@ def _make(path: Path) -> None:
     check(path)
     _check_exposure(path)  # first, so that nothing is made below a folder that is refused
     before = os.umask(0o022)
-    os.umask(before | 0o022)  # parents that are made are not for others to write either
+    os.umask(before | 0o022)  # other users must not be able to write new parents either
     try:
         path.mkdir(parents=True, exist_ok=True)
     finally:
@@ -150,7 +152,7 @@ def _check_exposure(path: Path) -> None:
 
 
 def _lock(path: Path, undo: ExitStack) -> int:
-    """Take the lock that one broker holds; return its descriptor, for :func:`_sign`."""
+    """Acquire the lock, which only one broker can hold; return its descriptor, for :func:`_sign`."""
     while True:
         with about(path), ExitStack() as attempt:
             lock = _open_lock(path)
@@ -168,7 +170,7 @@ def _lock(path: Path, undo: ExitStack) -> int:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock's file without changing it; refuse any other file, whose content may be precious to its owner."""
+    """Open the lock's file without changing it; refuse a file that is not a broker's, as its owner may need it."""
     lock, fault = -1, "is no regular file"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -188,7 +190,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _stands_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is still the one at ``path``: a lock on a removed one keeps no other broker out."""
+    """Whether an open file is still the one at ``path``: a lock on a removed file keeps no other broker out."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -202,7 +204,7 @@ def _sign(lock: int, path: Path) -> None:
 
 
 def _signed(lock: int) -> str:
-    """Return the process that holds a lock, as it has written there."""
+    """Return the id of the process that holds a lock, which that process has written into the file."""
     text = os.pread(lock, 20, 0).strip()
     return text.decode() if text.isdigit() else "unknown"
 

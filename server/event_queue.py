@@ -1,8 +1,8 @@
-"""Everything that happens to the broker, in one queue: what the ledger is told, and what the stages around it are told.
+"""The broker's one queue of events, for the ledger and for the stages around it.
 
-Each source (a device thread, the gateway, a session, the listener, a timer, the store, the journal) has the queue and
-puts events into it. The broker takes one at a time (:meth:`cubroker.server.broker.Broker.step`). No source knows the
-broker, and no stage of the broker calls back into an earlier one: what a stage learns later is another event.
+Each source (a device thread, the gateway, a session, the listener, a timer, the store, the journal) has a reference to
+the queue and puts events into it. The broker takes one at a time (:meth:`cubroker.server.broker.Broker.step`). No
+source knows the broker. No stage of the broker calls back into an earlier one: an outcome is another event.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cubroker.server.transport.peer_credentials import Peer
 
 
 class BatchReceived(NamedTuple):
-    """The gateway brought requests, or can take replies again."""
+    """The gateway forwarded requests, or can take replies again."""
 
-    #: Routing ids and frames, alternating. The broker stops reading while the gateway is too far behind with replies;
-    #: the rest comes with another event.
+    #: Routing ids and frames, alternating. They end early once the gateway is too far behind with replies; another
+    #: event has the rest.
     frames: Iterable[bytes]
 
 
 class GatewayStarted(NamedTuple):
-    """A gateway that is not the broker's first listens; requests may have been lost with the one before."""
+    """A new gateway listens in place of the one before, with which requests may have been lost."""
 
 
 class ClientGreeted(NamedTuple):
@@ -37,7 +37,7 @@ class ClientGreeted(NamedTuple):
     peer: Peer
     #: The protocol version that both sides speak.
     version: int
-    #: Whether it only asks whether the broker serves.
+    #: Whether the client wants no session, only to know whether the broker serves.
     ping: bool = False
 
 
@@ -67,12 +67,12 @@ class MappedCheckDue(NamedTuple):
 
 
 class MappedCheckDone(NamedTuple):
-    """What processes have mapped was looked at."""
+    """The check of what processes have mapped is done."""
 
     #: Process id and user of each process that had a session when the check began.
     clients: frozenset[tuple[int, int]]
     found: tuple[ProcessMemory, ...]
-    #: Seconds that the look took.
+    #: Seconds that the check took.
     seconds: float
 
 
@@ -92,17 +92,17 @@ Event = (
 
 
 class Consumer(Protocol):
-    """What takes the events: the broker."""
+    """The consumer of the events: the broker."""
 
     def step(self, event: Event) -> None:
-        """Take one event, and finish all that it leads to at once."""
+        """Handle one event completely before returning."""
 
 
 class EventQueue:
     """The events of one event loop, in the order in which they were put.
 
-    A :meth:`put` outside a step begins one at once: a batch of requests does not wait for another round of the loop.
-    A :meth:`put` during a step waits for the end of that step. Before :meth:`attach` all events wait.
+    A :meth:`put` outside a step starts a step immediately, so a batch of requests does not wait for another round of
+    the loop. Events that are put during a step wait for its end. Events that are put before :meth:`attach` wait for it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class EventQueue:
         self._stepping = False
 
     def attach(self, consumer: Consumer) -> None:
-        """Have ``consumer`` take all events from now on, those that wait first."""
+        """Pass all events to ``consumer`` from now on, first those that wait."""
         self._consumer = consumer
         self.put()
 
@@ -127,7 +127,7 @@ class EventQueue:
                 self._consumer.step(self._waiting.popleft())
         finally:
             self._stepping = False
-            if self._waiting:  # a step failed; the events of other sources still count
+            if self._waiting:  # a step raised; the events that wait must still be handled
                 self._loop.call_soon(self.put)
 
     def put_threadsafe(self, event: Event) -> None:

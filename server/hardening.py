@@ -1,25 +1,25 @@
-"""What processes of ours do for themselves: hide, start Python safely, return memory; and the gateway's confinement.
+"""Hardening of our processes: hide them, start Python safely, return freed memory; and the gateway's confinement.
 
-*Hiding.* A user's processes may open the files that each of them has open (``/proc/PID/fd``), read and write its
-memory, and trace it. A broker holds the memory of all users, and the journal with the secrets of all sessions. So its
-processes tell the kernel that they are not to be dumped (``PR_SET_DUMPABLE``): that forbids all of it to everybody but
-a holder of CAP_SYS_PTRACE, and gives their files in ``/proc`` to root. A program can be dumped until it says so: the
-interpreter, and the imports of a command, come before.
+*Hiding.* A process may open the files that any other process of its user has open (``/proc/PID/fd``), read and write
+that process's memory, and trace it. A broker holds the memory of all users, and the journal with the secrets of all
+sessions. So its processes clear ``PR_SET_DUMPABLE``. The kernel then refuses all of this except to a holder of
+CAP_SYS_PTRACE, and gives their files in ``/proc`` to root. A process is open to others until it makes that call: while
+the interpreter starts, and while a command's modules are imported.
 
-*Confinement.* A peer that exploits libzmq runs code in the gateway, as the broker's user. Once the gateway listens, it
-may ask of the kernel what its loop and libzmq's threads need. Two mechanisms keep that code from the rest of the
+*Confinement.* A peer that exploits libzmq runs code in the gateway, as the broker's user. Once the gateway listens, the
+kernel allows it only what its loop and libzmq's threads need. Two mechanisms keep such code from the rest of the
 machine; neither needs a privilege, and neither can be undone:
 
-* Landlock takes all access to files, to TCP, to abstract sockets and to processes outside, by signals. It holds for a
-  thread and those that it starts, so it comes before libzmq's.
-* A filter (seccomp) refuses every system call that is not in :data:`CALLS`, with EPERM. It comes when everything is
-  open, and holds for all threads at once. No file, socket or process can be opened, traced or signalled, nor memory be
-  made executable. libzmq's threads start beside it, so what they ask for at their start is allowed.
+* Landlock denies access to files, TCP and abstract sockets, and signals to processes outside. It applies to a thread
+  and the threads that this thread starts, so the gateway enables it before libzmq's threads start.
+* A filter (seccomp) refuses every system call that is not in :data:`CALLS`, with EPERM. The gateway installs it in all
+  its threads when everything is open. From then on no file, socket or process can be opened, traced or signalled, and
+  no memory can be made executable. libzmq's threads may still be starting, so the filter allows the calls for that.
 
-The filter is written out here, about 120 instructions. libseccomp would write it, and pyseccomp loads that, but it is a
-library of the system's, which most containers lack.
+The filter is written out here, about 120 instructions. libseccomp, which pyseccomp loads, could generate it, but most
+containers lack that system library.
 
-A kernel may have either, both or none of them (:func:`obstacles`); the broker says so, and serves without.
+A kernel may have both mechanisms, one or none (:func:`obstacles`); the broker logs what is missing, and serves without.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3  #: Parameters of ``mallopt`` (malloc.h).
 
 BLOCK = 512 << 10
-"""Bytes from which a block is mapped by itself, and unmapped when it is freed.
+"""Bytes from which a block gets a mapping of its own, which is unmapped when the block is freed.
 
-It is more than the 256 KiB that asyncio allocates for each read: mapping those costs three page faults a batch."""
+It is more than the 256 KiB that asyncio allocates for each read: mapping those would cost three page faults a batch."""
 
 
 def hide() -> None:
     """Close this process to others of its user, and leave no core dump. Its children are closed until they exec."""
     prctl(PR_SET_DUMPABLE, 0)
-    # The kernel never dumps this process. Its children inherit this limit, but not the option.
+    # The kernel never dumps this process anyway. The limit is for its children, which lose the option when they exec.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
@@ -67,8 +67,9 @@ def return_freed_blocks() -> None:
     """Make the C library return every large block to the system when it is freed.
 
     glibc maps large blocks at first, too, but raises its limit for "large" to the largest block that was freed, up to
-    32 MiB. After one message of 10 MiB all others came from its heap, which shrinks at its end alone: the broker kept
-    30 MiB more after a flood of them. A limit that is set stays. Other C libraries need no ``mallopt``, and have none.
+    32 MiB. After one message of 10 MiB all later ones came from the heap, which can shrink only at its end: the broker
+    kept 30 MiB more after a flood of them. A limit that a program sets stays. Other C libraries need no ``mallopt``,
+    and have none.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_THRESHOLD, BLOCK)
@@ -77,7 +78,7 @@ def return_freed_blocks() -> None:
 
 @contextmanager
 def blocked(signals: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread for the length of a block, and for good in what it starts meanwhile."""
+    """Block signals in this thread while the context lasts; threads and processes started in it keep them blocked."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -151,7 +152,7 @@ CALLS: Mapping[str, tuple[int | None, int | None]] = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-"""System calls that are allowed, and their numbers on the two machines; None where one has another for the same."""
+"""Allowed system calls, and their numbers on the two machines; None: that machine has another call for the same."""
 
 MMAP, MPROTECT = (9, 222), (10, 226)
 FCNTL, TGKILL, PRCTL, SCHED_SETSCHEDULER = (72, 25), (234, 131), (157, 167), (144, 119)
@@ -165,7 +166,7 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 FILES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many kinds of access to files a version of Landlock knows; later ones at least as many as 5."""
+"""How many kinds of access to files a version of Landlock knows; versions after 5 know at least as many."""
 
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 NUMBER, MACHINE = 0, 4  #: Offsets in ``seccomp_data`` of the call's number and of the machine.
@@ -194,10 +195,10 @@ def obstacles() -> list[str]:
 
 
 def restrict_files() -> None:
-    """Deny this thread, and those that it starts, all files and all processes outside; where there is Landlock.
+    """Deny this thread, and the threads that it starts, all files and all processes outside, if there is Landlock.
 
     Raises:
-        OSError: the kernel has Landlock, and refuses.
+        OSError: the kernel has Landlock, and refuses these rules.
     """
     if _unavailable(_landlock_version):
         return
@@ -212,7 +213,7 @@ def restrict_files() -> None:
 
 
 def filter_calls() -> None:
-    """Refuse all threads of this process the calls that are not in :data:`CALLS`; where there are filters.
+    """Refuse all threads of this process the calls that are not in :data:`CALLS`, if the kernel has filters.
 
     Raises:
         OSError: the kernel has filters, and refuses this one.
@@ -229,7 +230,7 @@ def filter_calls() -> None:
 
 
 def program(machine: str, pid: int) -> Iterable[Instruction]:
-    """Return the filter for a process on a machine."""
+    """Yield the instructions of the filter for a process on a machine."""
     column = list(MACHINES).index(machine)
     yield Instruction(LOAD, 0, 0, MACHINE)
     yield Instruction(EQUAL, 1, 0, MACHINES[machine])
@@ -241,7 +242,7 @@ def program(machine: str, pid: int) -> Iterable[Instruction]:
             yield Instruction(RETURN, 0, 0, ALLOW)
     for call in (MMAP, MPROTECT):
         yield from _unless(call[column], 2, ANY_BIT, mmap.PROT_EXEC)
-    # F_SETOWN and F_SETSIG, past these, have the kernel signal any process of this user.
+    # Commands above F_SETFL include F_SETOWN and F_SETSIG, by which the kernel signals any process of this user.
     yield from _unless(FCNTL[column], 1, GREATER, F_SETFL)
     yield from _only(TGKILL[column], 0, pid)  # abort()
     yield from _only(PRCTL[column], 0, PR_SET_NAME)
@@ -276,7 +277,7 @@ def _landlock_version() -> int:
 
 
 def _unavailable(ask: Callable[[], int]) -> str:
-    """Return why the kernel does not answer; an empty text if it does."""
+    """Return why the system call of ``ask`` failed; an empty text if it succeeded."""
     try:
         ask()
     except OSError as error:

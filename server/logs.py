@@ -1,8 +1,8 @@
 """The log on standard error, and lines on standard output: the broker never waits for a reader of either.
 
-It outlives the reader of a pipe, and a full disk. One event is one line: for a terminal, for the journal, or as JSON.
-The message has everything in words; its fields have the same for programs, and a logger gets them as ``extra``, by the
-names in :data:`FIELDS`.
+The broker survives the end of a pipe's reader, and a full disk. One event is one line: for a terminal, for systemd's
+journal, or as JSON. The message says everything in words. Fields repeat it for programs: callers pass them to the
+logger as ``extra``, by the names in :data:`FIELDS`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from queue import Full, Queue
 from threading import Thread
 from typing import TextIO
 
-MAX_LINES = 4096  #: Lines that wait to be written; later ones are lost, and counted.
+MAX_LINES = 4096  #: Lines that may wait to be written; further ones are lost, and counted.
 FAREWELL = 1.0  #: Seconds that the last lines may take at the end.
 
 FIELDS = ("session", "pid", "uid", "request", "pool", "version", "code", "why")
 """The subject, the object and the reason of an event; a record has those that are known."""
 
 PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-"""The journal's numbers of the levels (sd-daemon(3)); below them is 7."""
+"""systemd's priorities of the levels (sd-daemon(3)); lower levels have 7."""
 
 
 class LogWriter(logging.Handler):
-    """Writes lines to a descriptor in a thread of its own, since a write to a pipe may block for ever."""
+    """A handler that writes lines to a descriptor in its own thread, since a write to a pipe may block for ever."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -37,19 +37,19 @@ class LogWriter(logging.Handler):
         self._lines: Queue[str | None] = Queue(MAX_LINES)
         self._lost = 0
         self._reported = 0
-        # A daemon, and no buffered file beneath it, so that the interpreter can exit while it blocks.
+        # A daemon thread, which writes to no buffered file, so that the interpreter can exit while it blocks.
         self._thread = Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, soon."""
+        """Queue a record for the thread."""
         try:
             self.say(self.format(record))
         except Exception:  # noqa: BLE001  as every handler: logging must not fail
             self.handleError(record)
 
     def say(self, line: str) -> None:
-        """Write a line, soon; it is lost if too many wait already."""
+        """Queue a line for the thread; it is lost if too many wait already."""
         try:
             self._lines.put_nowait(line)
         except Full:
@@ -121,11 +121,11 @@ def _writing(stream: TextIO | None) -> Iterator[LogWriter | None]:
 
 
 def _nowhere(line: str) -> None:
-    """Drop a line: there is no such stream."""
+    """Drop a line: the stream is closed."""
 
 
 def adjust(form: str, level: str) -> None:
-    """Log in another format, ``auto``, ``text``, ``json`` or ``journal``, from another level on."""
+    """Change the format of the log (``auto``, ``text``, ``json`` or ``journal``) and its lowest level."""
     root = logging.getLogger()
     root.setLevel(level.upper())
     for writer in root.handlers:
@@ -145,7 +145,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JournalFormatter(logging.Formatter):
-    """``<6>serving on /run/cubroker``: the journal has its own clock, and reads the level from the beginning."""
+    """``<6>serving on /run/cubroker``: systemd's journal adds the time, and reads the level from the prefix."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -177,7 +177,7 @@ FORMATTERS: Mapping[str, type[logging.Formatter]] = {
 
 
 def choose(form: str, descriptor: int) -> logging.Formatter:
-    """Return the formatter of a name; ``auto`` is ``journal`` where ``descriptor`` leads there, else ``text``."""
+    """Return the formatter of a name; ``auto`` is ``journal`` if ``descriptor`` is systemd's journal, else ``text``."""
     if form == "auto":
         here, journal = os.fstat(descriptor), os.environ.get("JOURNAL_STREAM")  # systemd.exec(5)
         form = "journal" if journal == f"{here.st_dev}:{here.st_ino}" else "text"
@@ -185,7 +185,7 @@ def choose(form: str, descriptor: int) -> logging.Formatter:
 
 
 def one_line(text: str) -> str:
-    """Return a text in one line that does nothing to a terminal: parts of it come from other users."""
+    """Return a text in one line without control characters for a terminal: other users may have chosen parts of it."""
     if text.isprintable():
         return text
     lines = " | ".join(filter(None, map(str.strip, text.splitlines())))

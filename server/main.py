@@ -42,49 +42,49 @@ from cubroker.server.transport.session_journal import SessionLog
 log = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-"""The signals that tell a broker to end, and the store with it if there is one; so does SIGHUP where there is no file
-that could be read again."""
+"""The signals that tell a broker to end, together with its store if there is one. SIGHUP does the same if there is no
+configuration file to read again."""
 
 HANDING_OVER = signal.SIGUSR1
-"""The signal that tells a broker to end, and to leave what the store has to the next one."""
+"""The signal that tells a broker to end, and to leave the content of the store to the next broker."""
 
 LAST_SECONDS = 60.0  #: Seconds that the end of a broker may take once it has waited for its leases.
-STATUS_PERIOD = 10.0  #: Seconds after which a changed status is sent, where no watchdog asks for more.
-OURS = (JOURNAL, DOOR, REQUESTS)  #: What the store has of every broker.
+STATUS_PERIOD = 10.0  #: Seconds within which a changed status is sent; the interval of a watchdog may be shorter.
+OURS = (JOURNAL, DOOR, REQUESTS)  #: What every broker stores.
 
 
 def configure(file: Path | None, options: Mapping[str, str]) -> Current:
-    """Return the configuration of a broker, which this process is to be and so hides.
+    """Hide this process, which is about to be a broker, and return the broker's configuration.
 
     Args:
-        file: the settings, if there is one.
-        options: settings by key, which come before everything else.
+        file: the settings, if there is a file of them.
+        options: settings by key, which override all others.
 
     Raises:
-        InvalidConfig: it makes no sense.
-        Invalid: nor does what a service manager says of its store.
+        InvalidConfig: a setting is refused.
+        Invalid: the service manager's variables for its store are no numbers.
     """
     hardening.hide()
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a session takes two
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a session takes two descriptors
     return Current(ConfigSources(file, options, os.environ, min(files, sd_notify.places(os.environ) or files)))
 
 
 def stand_by(file: Path | None, options: Mapping[str, str]) -> Mapping[str, Sequence[int]] | None:
-    """Wait for this process's turn, if ``cubroker keep`` started it in advance; return what is handed to it then.
+    """Wait until this process takes over, if ``cubroker keep`` started it in advance; return the stored descriptors.
 
-    Until then it imports what a broker imports, and touches neither devices nor files of the broker's. Any other
-    process returns at once. Arguments are those of :func:`configure`, which comes after it.
+    Before that it imports what a broker imports, and touches neither devices nor files of the broker. In any other
+    process this function returns None immediately. Arguments are those of :func:`configure`, which is called next.
 
     Raises:
-        SystemExit: its turn will not come.
+        SystemExit: this process is not needed any more.
     """
     waiting = Standby.of(os.environ)
     if waiting is None:
         return None
     hardening.hide()
     import_module("concurrent.futures.thread")
-    # What fails is said when the turn has come: it may be mended by then.
+    # Failures are reported when this process takes over: their causes may be mended by then.
     with suppress(CubrokerError, ImportError, OSError, ValueError):
         config = ConfigSources(file, options, os.environ, resource.getrlimit(resource.RLIMIT_NOFILE)[1]).read().config
         prepare(config.devices)
@@ -100,16 +100,16 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
-    It ends when nothing is held any more that would go with it, at a second signal, or after a time. SIGUSR1 is for
-    where the next one goes on with what is stored: what lasts is not waited for then.
+    After the signal, the broker ends when no lease is left on memory that ends with it, at a second signal, or after
+    the configured time. With SIGUSR1 the store stays for the next broker, so leases on durable memory do not count.
 
     Args:
-        current: where to serve, which devices, and all the rest.
-        ready: called once when clients are served and the service manager knows; it must not block.
+        current: the configuration.
+        ready: called once, when the broker serves clients and has told the service manager so; it must not block.
         handed: what :func:`stand_by` returned.
 
     Raises:
-        CubrokerError: it cannot start, or another broker serves there.
+        CubrokerError: the broker cannot start, or another one serves in its directory.
     """
     config = current.config
     logs.adjust(config.log.format, config.log.level)
@@ -123,7 +123,7 @@ def serve(
 
 
 def _check_room(store: Store | None) -> None:
-    """Raise ``Invalid`` if a store has no room for what every broker has and a single session."""
+    """Raise ``Invalid`` if a store has no room for what every broker stores and for a single session."""
     least = len(OURS) + SESSION_FDS
     if store is not None and store.limit < least:
         raise Invalid(
@@ -134,10 +134,10 @@ def _check_room(store: Store | None) -> None:
 
 
 class Signals:
-    """The signals that end a broker, in order, and the one that has it read its configuration again.
+    """The received signals that end a broker, in order, and the one that has it read its configuration again.
 
-    A stop signal that is ignored stays so: shells start background work like that, and nohup. One that is blocked does
-    not: the parent left that by mistake, and nothing could stop the broker.
+    A stop signal that is ignored stays ignored: shells start background work like that, and so does nohup. One that is
+    blocked is unblocked: the parent left it so by mistake, and nothing could stop the broker.
 
     Args:
         reloads: whether SIGHUP reads the configuration again; otherwise it ends the broker.
@@ -156,12 +156,12 @@ class Signals:
 
 
 class ServiceStatus:
-    """Reports to the service manager from the event loop that serves, so that a hanging loop falls silent.
+    """The broker's reports to the service manager, sent from its event loop, so that they stop if the loop hangs.
 
     Args:
-        notifier: sends to the service manager; None: there is none.
-        broker: the reports are about it.
-        standby: whether to say that the next one can stand by.
+        notifier: sends to the service manager; None: there is no service manager.
+        broker: the broker to report on.
+        standby: whether to report that the next broker can stand by.
     """
 
     def __init__(self, notifier: AsyncNotifier | None, broker: Broker, *, standby: bool = False) -> None:
@@ -173,26 +173,26 @@ class ServiceStatus:
         self._timer: asyncio.TimerHandle | None = None
 
     def ready(self) -> None:
-        """Report that clients are served, and the status from now on."""
+        """Report that the broker serves clients; from now on, also report its status."""
         if self._notifier:
             self._sent = self._broker.status()
             self._notifier.say(sd_notify.ready(self._sent, *self._also))
             self._beat(self._notifier)
 
     def reloading(self) -> None:
-        """Report that settings are read again; :meth:`ready` ends that."""
+        """Report that the broker reads its settings again; :meth:`ready` reports the end of that."""
         if self._notifier:
             self._notifier.say(sd_notify.reloading())
 
     def draining(self, seconds: float) -> None:
-        """Report an end that begins within ``seconds``, and the status until then."""
+        """Report that the broker begins to end within ``seconds``, and its status until then."""
         if self._notifier:
             self._stopping = True
             self._notifier.say(sd_notify.stopping(seconds + LAST_SECONDS))
             self._beat(self._notifier)
 
     def stopping(self) -> None:
-        """Report the end, and nothing more."""
+        """Report that the broker ends, and report nothing after that."""
         if self._timer:
             self._timer.cancel()
         if self._notifier and not self._stopping:
@@ -202,7 +202,7 @@ class ServiceStatus:
         if self._timer:
             self._timer.cancel()
         interval = notifier.manager.watchdog_interval
-        # First: without memory for a status, say, this must not be the last sign of life.
+        # First, so that this sign of life is not the last one if the rest fails, say for want of memory.
         self._timer = asyncio.get_running_loop().call_later(
             min(interval or STATUS_PERIOD, STATUS_PERIOD), self._beat, notifier
         )
@@ -214,7 +214,7 @@ class ServiceStatus:
 
 
 class Parts(NamedTuple):
-    """The parts of a running broker that its end and a new configuration concern."""
+    """The parts of a running broker that its end and a new configuration need."""
 
     queue: EventQueue
     broker: Broker
@@ -222,10 +222,10 @@ class Parts(NamedTuple):
     checks: MappedChecks
 
     def reconfigure(self, config: Config) -> None:
-        """Put in force what can change while the broker runs.
+        """Apply the settings that can change while the broker runs.
 
         Raises:
-            Invalid: a budget does not fit its device, or is of one that is not served; nothing has changed.
+            Invalid: a budget does not fit its device, or its device is not served; nothing has changed.
         """
         budgets = {budget.uuid: budget.budget for budget in device_budgets(self.devices, config.budget)}
         self.queue.put(Reconfigured(config.policy, config.limits, budgets))
@@ -258,9 +258,9 @@ async def _run(place: Directory, current: Current, fds: InheritedFds, ready: Cal
 
 
 async def _end(broker: Broker, service: ServiceStatus, current: Current, signals: Signals, *, with_store: bool) -> None:
-    """Wait until nothing is held that would go with the broker, up to the configured time or the next stop signal.
+    """Wait until no lease is left on memory that ends with the broker, for the configured time or until a stop signal.
 
-    ``with_store`` says whether the store ends, too, if there is one.
+    ``with_store`` says whether the store, if there is one, ends too.
     """
     if broker.holds(with_store=with_store) and (limit := current.config.drain):
         log.info("told to end: what is lent has %g s to come back, or until the next signal", limit)
@@ -280,23 +280,23 @@ async def _reload(current: Current, signals: Signals, parts: Parts, service: Ser
         service.reloading()
         try:
             await current.reload(parts.reconfigure)
-        # Nor may a mistake in this end the broker, and with it the memory of all clients.
+        # A mistake in this must not end the broker either, and with it the memory of all clients.
         except Exception:
             log.exception("the broker failed at reading its configuration again")
         service.ready()
 
 
 async def _start(undo: AsyncExitStack, place: Directory, config: Config, fds: InheritedFds) -> Parts:
-    """Start everything; ``undo`` takes it down again, however far this came."""
+    """Start all parts; ``undo`` takes down the parts that were started, even if a later one fails."""
     queue = EventQueue()
     gateway = GatewayProcess(place.requests, place.path / REQUEST_SOCKET)
     undo.push_async_callback(gateway.stop)
-    gateway.start()  # it comes up while the driver does
+    gateway.start()  # it starts while the driver loads
     parts = await _build(undo, queue, gateway, config, fds.store)
     await gateway.connect(queue)
     await asyncio.to_thread(fds.keep, place.fresh)
     if fds.store and fds.store.inherited:
-        # The requests of the earlier broker's sessions may have gone with its gateway.
+        # Requests of the earlier broker's sessions may have been lost with its gateway.
         parts.broker.sessions.notify_all(GatewayChanged())
     listener = Listener(place.sessions, queue)
     undo.callback(listener.close)
@@ -307,7 +307,7 @@ async def _start(undo: AsyncExitStack, place: Directory, config: Config, fds: In
 async def _build(
     undo: AsyncExitStack, queue: EventQueue, gateway: GatewayProcess, config: Config, store: Store | None
 ) -> Parts:
-    """Return a broker that has taken over from an earlier one; ``undo`` says farewell, frees memory and closes all."""
+    """Return a broker, which has taken over from an earlier one if there was one; ``undo`` closes it and its parts."""
     driver = await asyncio.to_thread(_load, config.devices)
     memory: dict[str, DeviceAllocator] = {}
     undo.callback(_close, driver, memory)
@@ -318,7 +318,7 @@ async def _build(
     if store:
         store.attend()
     watch = FileWatch() if driver.host else NvmlWatch()
-    absent = dict.fromkeys(held.device for held in ledger.held_memory() if not held.served)  # it is only to be freed
+    absent = dict.fromkeys(held.device for held in ledger.held_memory() if not held.served)  # to free it
     for device in (*driver.devices, *(Device(NO_INDEX, uuid, "not served", 0) for uuid in absent)):
         memory[device.uuid] = DeviceAllocator(driver, device, queue, store, watch)
         undo.callback(memory[device.uuid].close)
@@ -338,7 +338,10 @@ async def _build(
 
 
 def _close(driver: Driver, memory: Mapping[str, DeviceAllocator]) -> None:
-    """Close the driver, unless memory is in use: that would go with its context, and so goes with the process."""
+    """Close the driver, unless memory is in use.
+
+    Memory would end with the driver's context, so in that case the context stays until the process ends.
+    """
     if not any(each.leaves for each in memory.values()):
         driver.close()
 
@@ -346,16 +349,16 @@ def _close(driver: Driver, memory: Mapping[str, DeviceAllocator]) -> None:
 def _observe(
     undo: AsyncExitStack, config: Config, ledger: Ledger, store: Store | None, session_log: SessionLog | None
 ) -> LedgerObserver:
-    """Return the ledger's observer, and serve metrics where the configuration says; ``undo`` ends that.
+    """Return the ledger's observer, and serve metrics if the configuration says so; ``undo`` ends that.
 
-    A package that metrics need and that is not installed is an error in the log: the broker serves without.
+    If a package that metrics need is not installed, the log gets an error, and the broker serves without metrics.
     """
     if config.metrics.listen is None:
         return LedgerObserver(ledger)
     if why := monitoring.obstacle():
         log.error("there are no metrics: %s", why)
         return LedgerObserver(ledger)
-    # Imported only where metrics are on: it takes a twentieth of a second and 5 MiB.
+    # Imported only if metrics are on: the import takes a twentieth of a second and 5 MiB.
     from cubroker.server.monitoring import http
     from cubroker.server.monitoring.metrics import BrokerCounters
 
@@ -368,7 +371,7 @@ def _observe(
 
 
 def _ledger(driver: Driver, config: Config, store: Store | None, items: Mapping[bytes, bytes]) -> Ledger:
-    """Return a ledger over the devices: an earlier broker's, if it left one."""
+    """Return the ledger of the devices, restored from an earlier broker's if that left one."""
     budgets = [_probed(driver, budget) for budget in device_budgets(driver.devices, config.budget)]
     if store is None:
         return Ledger(budgets, os.geteuid(), config.limits, config.policy)
@@ -377,7 +380,7 @@ def _ledger(driver: Driver, config: Config, store: Store | None, items: Mapping[
 
 
 def _probed(driver: Driver, budget: Budget) -> Budget:
-    """Return a budget that says what its device can do."""
+    """Return a budget with what its device supports."""
     obstacle = driver.vmm_obstacle(budget.index)
     if obstacle:
         log.warning(

@@ -1,21 +1,22 @@
 """The protocol by which ``cubroker keep`` has the next broker ready in advance, and the waiting broker's side of it.
 
 A process that *stands by* was started like any other run, has imported everything, and has touched neither devices nor
-files of the broker's; so it may be killed at any time. It and the keeper share a socket, whose messages are::
+files of the broker; so it may be killed at any time. It and the keeper share a socket, whose messages are::
 
     keeper                               the process that stands by
                               <- READY   it has imported everything, and waits
-    NAMES, with descriptors ->           some of what is stored; as many of these as it takes
-    GO ->                                that was all, and the process before has ended
+    NAMES, with descriptors ->           a part of the stored descriptors; repeated until all are sent
+    GO ->                                all are sent, and the process before has ended
                               <- TAKEN   it is the broker from here on
 
-The end of the socket is the end of the other side. A process whose code is not what is installed any more gives no
-answer to GO, and ends: the keeper starts another, as it would have without this. It also looks once in a while, so that
-it makes room for a newer one.
+A side that reads the end of the socket knows that the other side has ended. If the code of the process is not the
+installed code any more, the process does not answer GO but ends; the keeper starts another one, as it does when none
+stands by. The process also checks its code once in a while, and ends to make room for a newer one.
 
-Only a command that says :data:`SPEAKS` when it is ready is started in advance: any other would begin to work. One that
-a script starts does not say it, since what the script does first would be done while the broker serves. The process has
-to tell: the keeper may not read its command line, where ``/proc`` hides processes.
+The keeper starts a command in advance only if the command has sent :data:`SPEAKS` when it was ready: any other command
+would begin to work. A command that a script started does not send it, because a second run of the script would repeat
+its first steps while the broker serves. The process itself has to find that out: if ``/proc`` hides processes, the
+keeper cannot read its command line.
 """
 
 from __future__ import annotations
@@ -34,32 +35,32 @@ from cubroker.protocol.errors import Invalid
 from cubroker.server.store.sd_notify import COMMAND, SCM_MAX_FD, STANDBY, receive
 
 OFFER = "offer"
-"""The value of the variable in a run that does not stand by: the keeper would have another process do so."""
+"""The value of the variable ``STANDBY`` in a run that does not stand by: the keeper can have another process do so."""
 
 SPEAKS = "X_STANDBY"
-"""The field of a notify message of a command that knows this protocol, with the value 1."""
+"""The field of a notify message, with the value 1, by which a command says that it knows this protocol."""
 
 READY, GO, TAKEN = b"ready", b"go", b"taken"
 NAMES = b"names "
-"""How a message begins that brings descriptors. Their names follow, separated by colons."""
+"""The beginning of a message with descriptors. Their names follow, separated by colons."""
 
 LONGEST = len(NAMES) + SCM_MAX_FD * 256
-"""Bytes of a message: the names, of 255 characters at most, of as many descriptors as it can have."""
+"""Bytes of the longest message: one name, of 255 characters at most, for each descriptor that a message can have."""
 
 LOOKS = 30.0
-"""Seconds after which a process that stands by looks whether its code is still what is installed."""
+"""Seconds between two checks whether the code of a process that stands by is still the installed code."""
 
 EXECUTABLE = Path("/proc/self/exe")
 
 OUTDATED = 75
-"""The exit status of a process that stood by with the code of before (EX_TEMPFAIL of sysexits.h)."""
+"""The exit status of a process that stood by and whose code is outdated (EX_TEMPFAIL of sysexits.h)."""
 
 
 # -- the keeper's side -----------------------------------------------------------------------------------
 
 
 def hand_over(channel: socket.socket, stored: Mapping[int, str]) -> bool:
-    """Send the stored descriptors, by number and name, and :data:`GO`; False if they cannot be sent at once."""
+    """Send the stored descriptors, by number and name, and :data:`GO`; return False if that fails or would block."""
     numbers = list(stored)
     try:
         for start in range(0, len(numbers), SCM_MAX_FD):
@@ -76,25 +77,26 @@ def hand_over(channel: socket.socket, stored: Mapping[int, str]) -> bool:
 
 
 def checksum(command: Sequence[str]) -> str:
-    """Return a short form of a command. The folder of its program does not count: it may be looked for in ``PATH``."""
+    """Return a checksum of a command, without its program's folder: the program may be looked for in ``PATH``."""
     words = (Path(command[0]).name, *command[1:])
     return f"{zlib.crc32(os.fsencode(chr(0).join(words))):08x}"
 
 
 def is_offered(environ: Mapping[str, str]) -> bool:
-    """Whether the service manager would have a process stand by, and another one of its command would be as this one.
+    """Whether the service manager can have a process stand by, and a new run of its command would be like this process.
 
-    This process is what the command names, or its interpreter: no script has started it in its own place.
+    It would if this process is the program that the command names, or the interpreter of that, and not a program that
+    a script has started in its own place.
     """
     line = sys.orig_argv
     return STANDBY in environ and environ.get(COMMAND) in {checksum(line[start:]) for start in range(len(line))}
 
 
 class Standby:
-    """A process that stands by, from its start to its turn.
+    """A process that stands by, from its start until it takes over.
 
     Args:
-        number: of the socket to the keeper, which this object owns.
+        number: the descriptor of the socket to the keeper; this object owns it.
 
     Raises:
         OSError: it is no socket.
@@ -107,24 +109,24 @@ class Standby:
 
     @classmethod
     def of(cls, environ: MutableMapping[str, str]) -> Standby | None:
-        """Return it if this process is to stand by; raises ``Invalid`` if the environment breaks the protocol."""
+        """Return this process if it stands by, else None; raises ``Invalid`` if ``environ`` breaks the protocol."""
         number = environ.get(STANDBY, OFFER)
         if number == OFFER:
             return None
         if not re.fullmatch("[0-9]{1,9}", number):
             raise Invalid(f"{STANDBY} is {number!r} in the environment, and no process but `cubroker keep` may set it")
-        environ[STANDBY] = OFFER  # once this one serves, another may
+        environ[STANDBY] = OFFER  # once this process serves, another may stand by
         return cls(int(number))
 
     def wait(self) -> dict[str, list[int]]:
-        """Return the stored descriptors by name when this process is to be the broker. Everything is imported by now.
+        """Wait until this process is to be the broker; return the stored descriptors by name. Call after all imports.
 
         Raises:
-            SystemExit: the keeper has ended; or the code that was imported is not what is installed any more.
+            SystemExit: the keeper has ended, or the imported code is not the installed code any more.
         """
         self._code.note()
         received: dict[str, list[int]] = {}
-        poll = select.poll()  # select() takes no number from 1024 on, and the keeper may have stored as many
+        poll = select.poll()  # select() refuses numbers from 1024 on, and the keeper may have stored as many
         with self._channel as channel:
             poll.register(channel, select.POLLIN)
             self._send(READY)
@@ -156,7 +158,7 @@ class Standby:
 
 
 class _Code:
-    """The files that this process has imported, as they were."""
+    """The files of the code that this process has imported, and their state at that time."""
 
     def __init__(self) -> None:
         self._began = _start_of_this_process()
@@ -165,11 +167,11 @@ class _Code:
     def note(self) -> None:
         """Note the files of all modules that were imported."""
         found = {path: state for path in _files() if (state := _state(path))}
-        # What was written since this process began may be newer than what it imported: as good as changed.
+        # A file that was written since this process began may be newer than the imported code: it counts as changed.
         self._files = {path: None if state[-1] > self._began else state for path, state in found.items()}
 
     def changed(self) -> bool:
-        """Whether any of them is another file now, or has another content or time."""
+        """Whether the size or a time of any noted file has changed, or the file is gone."""
         return any(state is None or _state(path) != state for path, state in self._files.items())
 
 

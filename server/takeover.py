@@ -1,8 +1,8 @@
-"""Taking over from an earlier broker: the manager, the store and the sockets, then its sessions and memory.
+"""Takeover from an earlier broker: the service manager, the store and the sockets, then its sessions and memory.
 
-The journal may differ from what is there by all that happened while no broker ran: processes exited, connections
-closed, memory that was not durable went. The ledger is told, as it would have been at the time. How the ledger reads
-its own part of the journal is another module's, :mod:`cubroker.server.ledger.snapshot`.
+The journal does not have what happened while no broker ran: processes exited, connections closed, and memory that was
+not durable is gone. This module reports that to the ledger, in the events that a running broker would have put.
+:mod:`cubroker.server.ledger.snapshot` reads the ledger's own part of the journal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cubroker.server.transport.session_journal import LoggedSession, SessionLog,
 log = logging.getLogger(__name__)
 
 OWN = "own-"
-"""The prefix of the names of stored sockets that a broker made; those of socket units are not ours to change."""
+"""The prefix of the names of stored sockets that a broker made; the broker does not change those of socket units."""
 
 UNSTORED = "it was not durable, and its memory went with the broker"
 MISSING = "descriptors of its memory are missing from the store"
@@ -39,32 +39,32 @@ MISSING = "descriptors of its memory are missing from the store"
 
 @dataclass(frozen=True, slots=True)
 class InheritedFds:
-    """What a broker starts with."""
+    """What a broker inherits at its start."""
 
-    #: Sends to the service manager; None: there is none.
+    #: Sends to the service manager; None: there is no service manager.
     notifier: AsyncNotifier | None
-    #: Where descriptors outlive the broker; None: nowhere.
+    #: Keeps descriptors beyond the broker's end; None: there is no store.
     store: Store | None
     #: Sockets that listen already, by name.
     listening: Mapping[str, int]
-    #: The names of those that an earlier broker made, and no socket unit.
+    #: The names of ``listening`` sockets that an earlier broker made, and not a socket unit.
     own: frozenset[str] = frozenset()
-    #: Whether the service manager would have the next one stand by.
+    #: Whether the service manager can have the next broker stand by.
     standby: bool = False
 
     @property
     def lasting(self) -> bool:
-        """Whether others have the listening sockets too, so that they outlive this broker."""
+        """Whether other processes have the listening sockets too, so that they outlive this broker."""
         return self.store is not None or bool(self.listening)
 
     def keep(self, fresh: Mapping[str, socket.socket]) -> None:
         """Store the journal and sockets that this broker made, if there is a store. Blocks; not for the event loop.
 
-        It is called when the broker is about to serve: a first start that fails stores nothing, so that the keeper of
-        the store need not try for ever.
+        It is called when the broker is about to serve. So a first start that fails stores nothing, and a keeper without
+        stored descriptors gives up instead of trying for ever.
 
         Raises:
-            Unavailable: the store does not take it.
+            Unavailable: the store does not take the descriptors.
         """
         if self.store:
             self.store.begin()
@@ -79,8 +79,8 @@ def inherited(
     """Take over what this process inherits, while the context lasts; stored descriptors stay stored.
 
     Args:
-        environ: the environment, which loses the variables of the protocol: the gateway need not know them.
-        handed: descriptors by name, to a process that stood by; others start with them.
+        environ: the environment; the variables of the protocol are removed, since the gateway need not know them.
+        handed: descriptors by name that a process received after it stood by; other processes start with them.
 
     Raises:
         Unavailable: the stored journal cannot be read. Everything stays stored.
@@ -133,14 +133,14 @@ def restore(
     session_log: SessionLog,
     items: Mapping[bytes, bytes],
 ) -> None:
-    """Have ``broker`` take over all that ``ledger`` knows, and drop what the store has beyond that.
+    """Have ``broker`` take over the sessions and memory that ``ledger`` has, and drop everything else from the store.
 
     Args:
         broker: has no sessions yet.
         ledger: restored from the journal.
-        memory: of every device that the ledger has memory on.
+        memory: the allocators of all devices on which the ledger has memory.
         store: has the descriptors.
-        session_log: strikes out what belongs to no session.
+        session_log: removes entries that belong to no session.
         items: the content of the journal.
 
     Raises:
@@ -160,7 +160,7 @@ def restore(
     for held in ledger.held_memory():
         if why := _lost(held, memory[held.device], broker, store):
             news.append(MemoryLost(held.ticket, why))
-            if not held.lost:  # else an earlier broker has said it
+            if not held.lost:  # otherwise an earlier broker has logged it
                 lost.setdefault(held.label, why)
     for name, why in lost.items():
         log.log(logging.WARNING if why == UNSTORED else logging.ERROR, "pool %s is lost: %s", name, why)
@@ -171,13 +171,13 @@ def restore(
 def _adopt_session(
     broker: Broker, ledger: Ledger, known: SessionOpened, logged: LoggedSession, store: Store
 ) -> Iterator[LedgerEvent]:
-    """Take a session over, and yield what happened to it meanwhile."""
+    """Take a session over, and yield what happened to it while no broker ran."""
     connection, pidfd = _ends(store.take(label(known.session)))
     if logged.no_secret:
         log.error("session %d (pid %d) is detached: the journal has no secret of it", known.session, known.pid)
         if connection is not None:
             with connection, suppress(OSError):  # it has ended
-                connection.shutdown(socket.SHUT_RDWR)  # the store has it too
+                connection.shutdown(socket.SHUT_RDWR)  # closing does not end it: the store has a duplicate
         connection = None
     peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups, known.verified)
     broker.sessions.adopt(known.session, connection, peer, logged)
@@ -185,12 +185,12 @@ def _adopt_session(
     assert holder
     if pidfd < 0:
         yield ProcessExited(known.session)
-    elif connection is None and (holder.connected or not holder.leases):  # without both it should have ended before
+    elif connection is None and (holder.connected or not holder.leases):  # without either, it should have ended
         yield ConnectionLost(known.session)
 
 
 def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:
-    """Tell the connection of a session from the pidfd of its process; None and -1 if they are gone."""
+    """Return the connection of a session and the pidfd of its process; None and -1 if they are gone."""
     connection, pidfd = None, -1
     for descriptor in descriptors:
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -202,13 +202,13 @@ def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:
 
 
 def _lost(held: HeldMemory, memory: DeviceAllocator, broker: Broker, store: Store) -> str:
-    """Take memory over if it is there, else return why it is not. Parts that are there are kept until it is freed."""
+    """Take a ticket's memory over; return why it is lost, if it is. Parts that remain are kept until it is freed."""
     if not held.durable:
         return UNSTORED
     stored = {number: store.take(stored_as(held.ticket, number)) for number in held.sizes}
     memory.adopt(held.ticket, held.sizes, stored)
     if not held.served or not all(stored.values()):
         return MISSING if held.served else f"its device {held.device} is not served any more"
-    # One of each, even if it was stored twice.
+    # One descriptor of each allocation, even if the store has two.
     broker.adopt_fds(held.ticket, {number: pieces[0] for number, pieces in stored.items()})
     return ""
