@@ -1,8 +1,8 @@
-"""Access: who may do what with a pool. Nowhere else is that decided.
+"""Access: who may do what with a pool. Only this module decides that.
 
 A pool has an owner, a group and a mode, like a file. Reading is attaching, describing and watching; writing is
-publishing and retiring. Of the mode's classes one counts: the group's for members of the group, otherwise the one for
-others; execution means nothing. The owner may do both with any mode, so that its memory stays releasable.
+publishing and retiring. The mode's group bits count for members of the group, and its other bits for all other users;
+execute bits mean nothing. The owner may read and write with any mode, so that its memory can always be released.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def is_privileged(tables: Tables, session: Session) -> bool:
 def is_admin(tables: Tables, uid: int, *, verified: bool) -> bool:
     """Whether a user may do everything.
 
-    Listed administrators may, by their uid alone. Root and the broker's own user may where the process is ``verified``,
-    since containers choose these uids for themselves.
+    Listed administrators may, by their uid alone. Root and the broker's own user may only if the process is
+    ``verified``, since containers choose these uids for themselves.
     """
     if uid in tables.policy.admins:
         return True
@@ -31,19 +31,19 @@ def is_admin(tables: Tables, uid: int, *, verified: bool) -> bool:
 
 
 def can_read(tables: Tables, session: Session, pool: Pool) -> bool:
-    """Whether a session may attach to, describe and watch a pool; every session may if it has no version."""
+    """Whether a session may attach to, describe and watch a pool; every session may if the pool has no version."""
     return _allows(session, pool, READ) or can_administer(tables, session, pool)
 
 
 def can_read_draft(tables: Tables, session: Session, draft: Version) -> bool:
-    """Whether a session may attach to a draft: it may read the pool, and still may once the draft is published."""
+    """Whether a session may attach to a draft: it can read the pool now, and still can once the draft is published."""
     pool = draft.pool
     published = Past(group=pool.group, mode=pool.mode if draft.mode is None else draft.mode)
     return can_administer(tables, session, pool) or (_allows(session, pool, READ) and _allows(session, published, READ))
 
 
 def can_publish(tables: Tables, session: Session, pool: Pool) -> bool:
-    """Whether a session may publish and retire versions of a pool; every session may if it has no version."""
+    """Whether a session may publish and retire versions of a pool; every session may if the pool has no version."""
     return _allows(session, pool, WRITE) or can_administer(tables, session, pool)
 
 
@@ -77,12 +77,12 @@ def can_read_history(tables: Tables, session: Session, pool: Pool | Past) -> boo
 
 
 def can_see_session(tables: Tables, session: Session, other: Session) -> bool:
-    """Whether a session may see another one and its requests: one of the same user, or as administrator."""
+    """Whether a session may see another one and its requests: they have the same user, or the first is privileged."""
     return other.uid == session.uid or is_privileged(tables, session)
 
 
 def visible_past(tables: Tables, session: Session, name: str) -> Past:
-    """Return the past of a name as far as a session may know it: for a private pool, as if it never was."""
+    """Return the past of a name, or an empty past if the session may not read the history of its pool."""
     pool = tables.pools.get(name)
     past = tables.past(name)
     return past if can_read_history(tables, session, past if pool is None else pool) else Past()

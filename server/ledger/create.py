@@ -1,19 +1,19 @@
 """Create: from the request to a draft with memory, through up to three queues.
 
-Each name has a queue for the turn as its waiter. Each device has a queue for room, which a create enters when it has
+Each name has a queue for the turn as its writer. Each device has a queue for room, which a create enters when it has
 its turn. Queues are in order of arrival at the broker, and no create is served before the one ahead: a small request
 does not overtake a large one on the same device.
 
-With its turn a create gets room in its user's quota, both at once or neither. The bytes are reserved from then on, so
-no device queue ever waits for a quota. A create that could have the turn, if its quota had room, is *parked*: it keeps
-its place in the name's queue, later creates of other users may go ahead, and it enters its user's queue, where it holds
-up that user alone.
+A create gets its turn and room in its user's quota together, or neither. Its bytes are reserved from then on, so no
+device queue waits for a quota. A create that could have the turn, but whose user's quota has no room, is *parked*: it
+keeps its place in the name's queue, where later creates of other users may overtake it, and it also enters its user's
+queue, where it holds up only creates of that user.
 
-There is no deadlock: a create with a turn, and so with bytes of a quota, waits for devices only. There is no
-starvation: the oldest create that waits for devices is first in all its queues, since all have the same order. Of a
-user's parked creates take the oldest: nothing more is taken of that quota before it, so in time there is room and it
-stays; the next time that the name is free it is the first that can have the turn, except for older ones, which are
-finitely many.
+There is no deadlock: a create with a turn, and so with bytes of a quota, waits only for devices. There is no
+starvation: the oldest create that waits for devices is first in all its queues, since all have the same order. A user's
+oldest parked create gets its turn as well: no other create takes bytes of that quota before it, so in time the quota
+has room for it, and keeps it. The next time that the name is free, only older creates, which are finitely many, can
+have the turn before it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_LISTED = 4
 
 
 def create(tables: Tables, session: Session, body: messages.Create, event: RequestReceived) -> messages.Attached | None:
-    """Begin a create; with ``attach``, lease the current version if there is one. Raises what stands in the way."""
+    """Begin a create; with ``attach``, lease the current version if there is one. Raises if the create is refused."""
     request, layout = event.request, event.layout
     assert layout is not None
     if not tables.lends(durable=True):
@@ -92,7 +92,7 @@ def create(tables: Tables, session: Session, body: messages.Create, event: Reque
         base=base,
     )
     leases.enqueue(tables, waiter)
-    if waiter.pool.free:  # creates that wait there are parked
+    if waiter.pool.free:  # all creates ahead of it are parked
         _offer_turn(tables, waiter)
     serve_waiters(tables)
     if session.unfinished.get(request) is waiter and waiter.phase is not Phase.MEMORY:
@@ -107,14 +107,14 @@ def create(tables: Tables, session: Session, body: messages.Create, event: Reque
 
 
 def _decided(tables: Tables, body: messages.Create, layout: Outline, base: Version | None) -> messages.Create:
-    """Return a create of which nothing is left to the broker any more: neither its share kind nor its durability."""
+    """Return a create with its share kind and durability decided, if the request left them to the broker."""
     share, durable = body.share, body.durable
     if base is not None:
         share = base.share if share == AUTO else share
         durable = base.durable if durable is None else durable
-    if share == AUTO:  # only `vmm` can be what is to be durable
+    if share == AUTO:  # `ipc` cannot be durable
         share = VMM if durable else tables.policy.share
-    if share == AUTO:  # of a device that there is not, the check tells
+    if share == AUTO:  # _checked_sizes refuses devices that do not exist
         accounts = (tables.accounts.get(uuid) for uuid in body.devices)
         share = VMM if all(account is None or account.device.vmm for account in accounts) else IPC
     if durable is None:
@@ -124,7 +124,7 @@ def _decided(tables: Tables, body: messages.Create, layout: Outline, base: Versi
 
 
 def _has_places(tables: Tables, pieces: int) -> bool:
-    """Whether the store has room for ``pieces`` that may do without: half of its places are left to sessions."""
+    """Whether the store has room for ``pieces`` that need not be durable: half of its places are left to sessions."""
     if tables.store is None or exceeds(tables.stored + admin_reserve(tables.store), pieces, tables.store):
         return False
     return tables.stored - SESSION_FDS * len(tables.sessions) + pieces <= tables.store // 2
@@ -133,7 +133,7 @@ def _has_places(tables: Tables, pieces: int) -> bool:
 def _checked_sizes(
     tables: Tables, body: messages.Create, layout: Outline, base: Version | None
 ) -> dict[DeviceAccount, tuple[int, ...]]:
-    """Return what a create allocates on each device; raise if it cannot be granted even on an empty device."""
+    """Return the sizes to allocate on each device; raise if the create cannot be granted even on an empty device."""
     fields.check_pool_name(body.name)
     if body.share not in SHARES:
         raise errors.Invalid(f"unknown share kind {body.share[:16]!r}; use {' or '.join((AUTO, *SHARES))}")
@@ -190,13 +190,13 @@ def _check_plan(body: messages.Create, plan: tuple[int, ...], allocations: int) 
 
 
 def _base(tables: Tables, session: Session, pool: Pool | None, body: messages.Create) -> Version | None:
-    """Return the version that a create's is to share memory with, None if with none.
+    """Return the version with which a create's version is to share memory; None: it shares none.
 
     Raises:
         Denied: the session may not read the pool.
-        NotFound, Retired: there is no such version, or not any more.
-        Invalid: it was never sealed, or is neither current nor leased by the session, so it could end meanwhile.
-        Unavailable: its memory was lost.
+        NotFound, Retired: the base does not exist, or does not exist any more.
+        Invalid: the base was never sealed, or could end too early, being neither current nor leased by the session.
+        Unavailable: the base's memory was lost.
     """
     if body.base is None:
         return None
@@ -222,7 +222,7 @@ _PLACEMENT = ("sharded", "replicated")
 
 
 def _check_base(body: messages.Create, wanted: messages.Base, base: Version, layout: Outline) -> None:
-    """Raise unless a create's version can have the memory of its base that it asks for."""
+    """Raise unless a create's version can share the memory of its base that the request names."""
     if MULTICAST in (body.share, base.share) or body.writable or base.writable:
         what = "multicast" if MULTICAST in (body.share, base.share) else "writable by its readers"
         raise errors.Unsupported(
@@ -269,7 +269,7 @@ def _placed(version: Version) -> Iterator[tuple[str, int, Allocation]]:
 
 
 def _sizes(body: messages.Create, layout: Outline) -> dict[str, tuple[int, ...]]:
-    """Return what a create allocates on each device."""
+    """Return the sizes of the new allocations on each device."""
     kept = body.base.allocations if body.base is not None else (None,) * len(layout.allocations)
     sizes: dict[str, list[int]] = {uuid: [] for uuid in body.devices}
     for number, nbytes in enumerate(layout.allocations):
@@ -299,7 +299,7 @@ def _check_writable(tables: Tables, session: Session, pool: Pool | None, body: m
 def _check_quotas(
     tables: Tables, session: Session, body: messages.Create, sizes: Mapping[DeviceAccount, tuple[int, ...]]
 ) -> None:
-    """Raise if there can never be room in the user's quota, or the store or that has none for what is asked now."""
+    """Raise if the user's quota of memory can never have room, or another quota or the store has no room now."""
     user, quota = session.user, session.user.quota
     nbytes = sum(map(sum, sizes.values()))
     if exceeds(0, nbytes, quota.memory):
@@ -324,11 +324,11 @@ def _too_long(user: User, nbytes: int) -> str:
 
 
 def serve_waiters(tables: Tables) -> None:
-    """Give turns, then room, wherever something ended, until no create can be served.
+    """Give turns, then room, at all pools, users and devices to recheck, until no create can be served.
 
-    Turns come first, so that creates that get one take part when room is given. Room is given to one at a time, in
-    order of arrival over all devices: where there will never be enough, a refusal hands the turn on, maybe to a create
-    that came before the rest.
+    Turns are given first, so that creates that get one take part when room is given. Room is given to one create at a
+    time, in order of arrival over all devices. If a device can never have enough, the create is refused, and its turn
+    passes on, maybe to a create that is older than the others that wait for room.
     """
     while tables.recheck_pools or tables.recheck_users or tables.recheck_accounts:
         _give_turns(tables)
@@ -336,7 +336,7 @@ def serve_waiters(tables: Tables) -> None:
         waiter = min(filter(_is_ready, heads), key=lambda waiter: waiter.arrival, default=None)
         if waiter is None:
             tables.recheck_accounts.clear()
-        elif (account := _too_small(waiter)) is not None:  # it had room for this create when that began to wait
+        elif (account := _too_small(waiter)) is not None:  # the capacity has shrunk since the create began to wait
             why = error_text.never_fits(waiter.pool.name, waiter.nbytes[account], account)
             leases.refuse(tables, waiter, errors.OverBudget(why))
         else:
@@ -346,7 +346,7 @@ def serve_waiters(tables: Tables) -> None:
 def _give_turns(tables: Tables) -> None:
     """Offer the turn in every pool to recheck, and to the first parked create of every user to recheck.
 
-    Offers are in order of arrival over all of them, since they may share a quota.
+    Offers are in order of arrival over all pools and users, since creates of one user share a quota.
     """
     offers: list[tuple[int, int, CreateWaiter, Iterator[CreateWaiter]]] = []
     serials = count()
@@ -375,7 +375,7 @@ def _give_turns(tables: Tables) -> None:
 
 def _offer_turn(tables: Tables, waiter: CreateWaiter) -> None:
     if waiter not in waiter.pool.queue:
-        return  # offered by its pool and by its user, and refused the first time
+        return  # its pool and its user both made the offer, and at the first one it was refused
     session = waiter.session
     try:
         _check_writable(tables, session, waiter.pool, waiter.body)
@@ -398,7 +398,7 @@ def _offer_turn(tables: Tables, waiter: CreateWaiter) -> None:
 
 
 def _is_ready(waiter: CreateWaiter) -> bool:
-    """Whether a create is first in all its queues and can be given room now, or never will be."""
+    """Whether a create is first in all its queues, and there is room for it now or there never will be."""
     if any(account.queue[0] is not waiter for account in waiter.accounts):
         return False
     fits = all(account.available >= nbytes for account, nbytes in waiter.nbytes.items())
@@ -406,13 +406,13 @@ def _is_ready(waiter: CreateWaiter) -> bool:
 
 
 def _too_small(waiter: CreateWaiter) -> DeviceAccount | None:
-    """Return a device that never has room for a create."""
+    """Return a device that can never have room for a create; None if there is no such device."""
     return next((account for account, nbytes in waiter.nbytes.items() if account.capacity < nbytes), None)
 
 
 def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
     try:
-        _base(tables, waiter.session, waiter.pool, waiter.body)  # which may have ended since it was asked for
+        _base(tables, waiter.session, waiter.pool, waiter.body)  # the base may have ended since the request
     except errors.CubrokerError as error:
         return leases.refuse(tables, waiter, error)
     leases.leave_device_queues(tables, waiter)
@@ -436,7 +436,7 @@ def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
     pool.draft = pool.versions[version.number] = version
     if pool.owner is None:
         if pool.previous_owner not in (None, session.uid):
-            pool.log.clear()  # what happened before is not for the new owner to tell
+            pool.log.clear()  # the new owner may not read what happened before
         pool.owner, pool.group = session.uid, session.gid
         pool.mode = tables.policy.mode if version.mode is None else version.mode
         tables.mark_dirty(Kind.NAME, name=pool.name)
@@ -450,7 +450,7 @@ def _begin_draft(tables: Tables, waiter: CreateWaiter) -> None:
 def _allocations(
     waiter: CreateWaiter, account: DeviceAccount, new: Iterator[Allocation]
 ) -> Iterator[Allocation | None]:
-    """Yield what a draft has of each allocation of its layout on one device: ``new`` ones, and the base's."""
+    """Yield each allocation of a draft on one device: a ``new`` one, the base's, or None if it is on another device."""
     body, base, uuid = waiter.body, waiter.base, account.device.uuid
     for number in range(len(waiter.outline.allocations)):
         kept = None if body.base is None else body.base.allocations[number]
@@ -463,7 +463,7 @@ def _allocations(
 
 
 def memory_allocated(tables: Tables, event: Allocated) -> None:
-    """Note memory that a device allocated; once all is there, fill the draft, or have it bound together first."""
+    """Note memory that a device allocated; once a draft has all its memory, grant it, or have it bound first."""
     ticket = memory.find_ticket(tables, event.ticket)
     assert len(event.handles) == len(ticket.sizes)
     memory.transition(tables, ticket, MemoryEvent.ALLOCATED)
@@ -473,13 +473,13 @@ def memory_allocated(tables: Tables, event: Allocated) -> None:
 
 
 def _assemble(tables: Tables, version: Version) -> None:
-    """Fill a draft once all its memory is there, or have that bound together first."""
+    """Grant a draft to its writer once all its memory is allocated, or have the memory bound first."""
     if memory.assemble(version) and not memory.bind(tables, version):
         _fill(tables, version)
 
 
 def multicast_bound(tables: Tables, event: MulticastBound) -> None:
-    """Note that memory was bound together, or has to do without: the waiter has its draft; or it was, once more."""
+    """Note that replicas were bound, or are written by copies: grant the draft, or update leases after a restart."""
     version = memory.bound(tables, event)
     if version.state is VersionState.ALLOCATING:
         _fill(tables, version)
@@ -506,12 +506,12 @@ def _fill(tables: Tables, version: Version) -> None:
 
 
 def set_layout(tables: Tables, session: Session, body: messages.SetLayout, event: RequestReceived) -> messages.Done:
-    """Give a draft another layout of the same memory.
+    """Replace the layout of a draft with another one of the same memory.
 
     Raises:
-        NotFound, Invalid, Unavailable: the session has no such lease, or it is on no draft, or on one that was lost.
-        Invalid: it is a layout of other memory.
-        OverQuota: it takes more bytes than the user's quota has room for.
+        NotFound, Invalid, Unavailable: the session has no such lease, the lease writes no draft, or the draft was lost.
+        Invalid: the layout describes other memory.
+        OverQuota: the layout takes more bytes than the user's quota has room for.
     """
     layout = event.layout
     assert layout is not None
@@ -536,7 +536,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def allocation_failed(tables: Tables, event: AllocationFailed) -> None:
-    """Note memory that a device could not allocate: its draft ends, and its waiter is told why."""
+    """Note that a device could not allocate memory: end its draft, and answer the create with the reason."""
     ticket = memory.find_ticket(tables, event.ticket)
     wanted = ticket.used
     memory.remove(tables, ticket, MemoryEvent.FAILED)
@@ -548,7 +548,7 @@ def allocation_failed(tables: Tables, event: AllocationFailed) -> None:
 
 
 def memory_freed(tables: Tables, event: Freed) -> None:
-    """Note memory that a device has again; a ticket that was cancelled and then failed is gone already."""
+    """Note that a device freed memory; a ticket that was cancelled and then failed does not exist any more."""
     ticket = tables.tickets.get(event.ticket)
     if ticket is not None:
         memory.remove(tables, ticket, MemoryEvent.FREED, event.numbers)

@@ -1,7 +1,7 @@
-"""The format of the ledger's record: what each entry has, by kind, and which formats are read.
+"""The format of the ledger's snapshot: the fields of each kind of entry, and the formats that can be read.
 
-Values are arrays, so the order of the fields is the format: a new field comes last, with a default, and with a new
-number (:data:`FORMAT`). :mod:`~cubroker.server.ledger.snapshot` writes and reads them.
+Entries are encoded as arrays, so the order of the fields is the format. A new field comes last, has a default, and
+needs a new number (:data:`FORMAT`). :mod:`~cubroker.server.ledger.snapshot` writes and reads the entries.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from cubroker.server.ledger.states import VersionState
 from cubroker.server.ledger.tables import Kind
 
 FORMAT = 6
-"""The format of everything below. In format 5 a draft had one lease, and nothing said whose it was. Format 4 had no
-processes, and no times of leases and publications. Up to format 3 each version had the memory of its own in its entry.
-Format 1 had no digests, and no owners of pools that have ended; 2 had no locks."""
+"""The format of everything below. In format 5 a draft had one lease, and no entry named its writer. Format 4 had no
+processes, and no times of leases and publications. Up to format 3 the entry of each version had the version's own
+memory. Format 1 had no digests, and no owners of pools that have ended; format 2 had no locks."""
 
 SHARES = 4
-"""The first format in which versions share memory, which has entries of its own."""
+"""The first format in which versions can share memory, and memory has entries of its own."""
 
 WRITERS = 6
-"""The first format that says by which lease a draft is written."""
+"""The first format that records which lease writes a draft."""
 
 GROWN = (Kind.SESSION, Kind.STATE, Kind.LEASE)
-"""Entries that have fields of a later format; those of an earlier one are written anew with the next change."""
+"""Entries that got fields in later formats; those of an earlier format are written again with the next changes."""
 
 READABLE = (1, 2, 3, 4, 5, FORMAT)
-"""The formats that are read; any other is refused. What is written from then on has the newest."""
+"""The formats that can be read; any other is refused. Entries are always written in the newest format."""
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
@@ -79,14 +79,14 @@ class NameEntry(SnapshotEntry, frozen=True):
     lost: Number
     why: Words
     owner: Uid | None
-    #: Without a version, these are the last ones; format 1 had 0.
+    #: If no version lives, the last group and the last mode; format 1 had 0.
     group: Uid
     mode: Mode
     previous_owner: Uid | None = None
 
 
 class MemoryEntry(SnapshotEntry, frozen=True):
-    """A ticket, by its number and the pool; which of its allocations are still there, the versions say."""
+    """A ticket, by its number and the pool; the entries of versions say which of its allocations still exist."""
 
     device: Uuid
     uid: Uid
@@ -114,7 +114,7 @@ class Piece(SnapshotEntry, frozen=True):
 
 
 class OwnPiece(SnapshotEntry, frozen=True):
-    """The same up to format 3, when it was one ticket, and no other version had it."""
+    """A piece up to format 3: one ticket, which no other version had."""
 
     device: Uuid
     ticket: Number
@@ -124,7 +124,7 @@ class OwnPiece(SnapshotEntry, frozen=True):
 
 
 class VersionEntry(SnapshotEntry, Generic[P], frozen=True):
-    """What does not change of a published version, by number and name; the layout makes it large."""
+    """The part of a version that does not change once it is published, by number and name; its layout is large."""
 
     uid: Uid
     writer: Words
@@ -141,13 +141,13 @@ class VersionEntry(SnapshotEntry, Generic[P], frozen=True):
 
 
 class StateEntry(SnapshotEntry, frozen=True):
-    """What changes of a version, by number and name."""
+    """The part of a version that changes, by number and name."""
 
     state: VersionState
     why: Words
     digests: Digests | None = None
     published: Time | None = None
-    #: Number of the lease by which it is written, or was; 0: not known.
+    #: Number of the lease that writes it as a draft, or wrote it; 0: not known.
     writer_lease: Number = 0
     lent: bool = False
 

@@ -1,6 +1,6 @@
-"""The longer refusals in words, and those with several causes: what was asked, what is in the way, what to do.
+"""Texts of refusals that are long or have more than one cause: what was requested, what prevents it, and what to do.
 
-A text that one check alone raises stands there. What a text says of a pool depends on what its reader may know of it.
+A text that only one check raises stands at that check. What a text says of a pool depends on what its reader may know.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from cubroker.server.ledger.tables import Tables
 
 NEAR_NAMES = 32
 NEAR_LENGTH = 48
-"""Names that are compared with one that was not found, and characters of the longest of them.
+"""How many names are compared with a name that was not found, and the most characters of such a name.
 
-Comparing two names costs up to the product of their lengths, and any client may ask for what is not
-there: with these limits the worst names cost some milliseconds, usual ones a third of one.
+Comparing two names costs up to the product of their lengths, and any client may ask for a name that does not exist.
+With these limits the worst names cost some milliseconds, usual ones a third of a millisecond.
 """
 
 NEAR_POOLS = 1000
-"""Pools that are looked at for such names, whether or not the asker may see them."""
+"""Pools that are searched for such names, whether or not the asking session may see them."""
 
 SURVEY = 1000
-"""Sessions or tickets of one user that are looked at for its largest."""
+"""Sessions or tickets of one user that are searched for the largest."""
 
 BY_HAND = "its operator wants everything to be given back"
 ENDING = "it was told to end"
@@ -76,7 +76,7 @@ def not_lending(tables: Tables) -> str:
 
 
 def drain_reason(tables: Tables) -> str:
-    """Return why no leases are granted; empty if they are, or are on durable memory."""
+    """Return why no leases are granted; empty if leases are granted, at least on durable memory."""
     return "" if tables.lends(durable=True) else (BY_HAND if tables.shutdown_leases is None else ENDING)
 
 
@@ -86,7 +86,7 @@ def no_device(tables: Tables, uuid: str) -> str:
 
 
 def device(tables: Tables, uuid: str) -> str:
-    """Return a device as the broker names it; one that it does not serve by its UUID."""
+    """Return a device as the broker names it; a device that the broker does not serve, by its UUID."""
     return tables.accounts[uuid].device.label if uuid in tables.accounts else f"device {uuid}"
 
 
@@ -105,7 +105,7 @@ def places(version: Version) -> str:
 
 
 def missing(tables: Tables, session: Session, name: str, number: int) -> str:
-    """Say why there is no such version (0: no current one), and which name is near if there never was such a pool."""
+    """Say why there is no such version (0: no current one); if there never was such a pool, name similar pools."""
     pool, past = tables.pools.get(name), visible_past(tables, session, name)
     if pool is not None and pool.versions:
         return unpublished(tables, session, pool, number)
@@ -116,7 +116,7 @@ def missing(tables: Tables, session: Session, name: str, number: int) -> str:
 
 
 def near(tables: Tables, session: Session, name: str) -> str:
-    """Ask whether a session means another name that it may read; empty if none is near."""
+    """Return a question that names similar pools that the session may read; empty if there are none."""
     looked_at = islice(tables.pools.values(), NEAR_POOLS)
     visible = islice((other for other in looked_at if can_read(tables, session, other)), NEAR_NAMES)
     names = [other.name for other in visible if other.versions and len(other.name) <= NEAR_LENGTH]
@@ -125,7 +125,7 @@ def near(tables: Tables, session: Session, name: str) -> str:
 
 
 def unpublished(tables: Tables, session: Session, pool: Pool, number: int) -> str:
-    """Say why a version (0: the current one) is not there yet."""
+    """Say why a version (0: the current one) is not published yet."""
     past = visible_past(tables, session, pool.name)
     draft = pool.draft if can_read(tables, session, pool) else None
     if number:
@@ -143,7 +143,7 @@ def unpublished(tables: Tables, session: Session, pool: Pool, number: int) -> st
 
 
 def held(tables: Tables, session: Session, name: str) -> str:
-    """Name the newest version of a pool that is out of service and still leased; empty if there is none to be seen."""
+    """Name the newest version of a pool that is out of service and still leased; empty if the session can see none."""
     pool = tables.pools.get(name)
     if pool is None or not can_read(tables, session, pool):
         return ""
@@ -156,14 +156,14 @@ def _being_written(draft: Version) -> str:
 
 
 def _fate(past: Past) -> str:
-    """What became of the last version of a name, which is not in service any more."""
+    """Say what became of the last version of a name, which is not in service any more."""
     if past.loss is not None and past.loss.number == past.last:
         return f"it was lost ({past.loss.why})"
     return "it was retired"
 
 
 def retired(name: str, number: int, pool: Pool | None, loss: Loss | None) -> str:
-    """Say that a version is out of service for good."""
+    """Say that a version is permanently out of service."""
     current = None if pool is None else pool.current
     hint = "no other one is current" if current is None else f"the current one is {current.number}"
     if loss is not None and loss.number == number:
@@ -172,7 +172,7 @@ def retired(name: str, number: int, pool: Pool | None, loss: Loss | None) -> str
 
 
 def belongs(tables: Tables, session: Session, pool: Pool) -> str:
-    """Say whose a pool is, to those who may read that in the list of pools."""
+    """Say which user a pool belongs to, if the session may read that in the list of pools."""
     if not can_read(tables, session, pool):
         return "as its mode says"
     return f"which belongs to user {pool.owner} and group {pool.group}, with mode {pool.mode:03o}"
@@ -199,7 +199,7 @@ def waited(tables: Tables, waiter: Waiter) -> str:
 
 
 def no_event(version: Version, name: str) -> str:
-    """Say that an event does not exist, and which do."""
+    """Say that an event does not exist, and which events do."""
     there = ", ".join(repr(known) for known in islice(version.ipc_events, NEAR_NAMES))
     return f"{version.label} has no event {name!r}; it has {there or 'none'}; wait for somebody to make it"
 
@@ -215,7 +215,7 @@ def not_recorded(waiter: EventWaiter) -> str:
 
 
 def locked(tables: Tables, session: Session, held: PoolLock) -> str:
-    """Say which session has the lock of a name, if the one that asks may see that."""
+    """Say which session has the lock of a name, if the asking session may see that."""
     holder = held.session
     who = holder.label if can_see_session(tables, session, holder) else "a session of another user"
     lost = "" if holder.connected else ", which has lost its connection and whose process lives"
@@ -247,7 +247,7 @@ def _taken(tables: Tables, session: Session, pool: Pool) -> str:
     writer = pool.writer
     if pool.draft is None and writer is not None:
         known: Pool | Past = pool
-        if pool.owner is None:  # what decides once the pool exists decides now
+        if pool.owner is None:  # apply the owner, group and mode that the pool will have
             mode = tables.policy.mode if writer.body.mode is None else writer.body.mode
             known = Past(previous_owner=writer.session.uid, group=writer.session.gid, mode=mode)
         if can_read_history(tables, session, known):
@@ -295,14 +295,14 @@ def _lost(account: DeviceAccount) -> str:
 
 
 def state(ticket: Ticket) -> str:
-    """The state of each version that has some of a ticket, or of the memory as long as that comes or goes."""
+    """Return the state of each version that has memory of a ticket; that of the ticket while it is not held."""
     if ticket.state is not MemoryState.HELD:
         return str(ticket.state.value)
     return ", ".join(str(version.state.value) for version in ticket.versions)
 
 
 def _label(ticket: Ticket) -> str:
-    """The versions that have some of a ticket; of memory that goes the one that it was allocated for."""
+    """Return the versions that have memory of a ticket; if none has, the version for which it was allocated."""
     return ", ".join(version.label for version in ticket.versions) or ticket.label
 
 
@@ -320,13 +320,13 @@ def _largest(tickets: Iterable[Ticket], what: Callable[[Ticket], str]) -> str:
 
 
 class Countable(NamedTuple):
-    """Something of which a session may have a limited number, and its user another one, in words."""
+    """A kind of thing of which a session and a user may have only a limited number, with the words for refusals."""
 
     #: The field of :class:`Limits` and of a user's record.
     field: str
     #: The field of the quota.
     quota: str
-    #: What a session that has so many of them does, and what a user does.
+    #: The clause for a session that has so many of them, and the clause for a user.
     of_session: str
     of_user: str
     #: How to get rid of some of them.
@@ -341,7 +341,7 @@ IPC_EVENTS = Countable("events", "events", "has {} events", "has {} events", "cl
 
 
 def too_many(session: Session, limits: Limits, kind: Countable) -> OverQuota:
-    """Return the refusal of one more to a session that has all that it may have, or whose user has."""
+    """Return the refusal of one more to a session that has as many as it may have, or whose user has."""
     user, limit, quota = session.user, getattr(limits, kind.field), getattr(session.user.quota, kind.quota)
 
     def count(session: Session) -> int:
@@ -364,7 +364,7 @@ def processes(user: User) -> str:
 
 
 def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | None) -> str:
-    """Say that a user has all of the broker's descriptors that it may have, and what takes most of them."""
+    """Say that a user has as many of the broker's descriptors as it may have, and what takes most of them."""
     used, takers = 0, ""
     if user:
         largest = nlargest(3, islice(user.tickets.values(), SURVEY), key=lambda ticket: ticket.descriptors)
@@ -388,7 +388,7 @@ def never_affords(user: User, name: str, nbytes: int) -> str:
 
 
 def store_is_full(tables: Tables, more: int, reserve: int) -> str:
-    """Say that the store has no room for so many more descriptors, where ``reserve`` are for administrators."""
+    """Say that the store has no room for ``more`` descriptors; ``reserve`` of its places are for administrators."""
     sessions = SESSION_FDS * len(tables.sessions)
     kept = f", {reserve} of them held back for root, administrators and the broker's own user" if reserve else ""
     return (

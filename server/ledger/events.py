@@ -46,13 +46,13 @@ class SessionOpened(LedgerEvent, frozen=True):
     """A process opened a session."""
 
     session: int
-    #: Process id, as the kernel tells it; so are the three fields that follow.
+    #: Process id. It comes from the kernel, as the three fields that follow do.
     pid: int
     uid: int
     gid: int
     #: Supplementary groups.
     groups: frozenset[int] = frozenset()
-    #: Whether the uid is one of the broker's own namespaces: see :func:`cubroker.server.ledger.access.is_admin`.
+    #: Whether the uid is from the broker's own namespaces: see :func:`cubroker.server.ledger.access.is_admin`.
     verified: bool = False
     #: What is known of the process beyond its number.
     process: ProcessInfo | None = None
@@ -106,7 +106,7 @@ class Freed(LedgerEvent, frozen=True):
     ticket: int
     #: As in the :class:`Free`.
     numbers: tuple[int, ...] = ()
-    #: Bytes of them that could not be freed and remain allocated on the device.
+    #: Bytes of these allocations that could not be freed and remain allocated on the device.
     unfreed: int = 0
 
 
@@ -154,7 +154,7 @@ class MemoryLost(LedgerEvent, frozen=True):
 
 
 class ProcessScanStarted(LedgerEvent, frozen=True):
-    """A scan of the memory that processes refer to begins; its :class:`ProcessScanFinished` describes later moments."""
+    """A scan of the memory that processes refer to begins; :class:`ProcessScanFinished` reports states after this."""
 
 
 class ProcessMemory(Struct, frozen=True):
@@ -162,7 +162,7 @@ class ProcessMemory(Struct, frozen=True):
 
     pid: int
     uid: int
-    #: Bytes by allocation; None where the kernel does not tell.
+    #: Bytes by allocation; None: unknown.
     memory: Mapping[AllocationId, int] | None
 
 
@@ -173,9 +173,9 @@ class ProcessScanFinished(LedgerEvent, frozen=True):
 
 
 class ShutdownStarted(LedgerEvent, frozen=True):
-    """The broker was told to end: no new lease on memory that ends with it, until :class:`ShutdownReady`."""
+    """The broker was told to end: no new lease on memory that ends with it, and a :class:`ShutdownReady` to come."""
 
-    #: Whether the store ends, too. Otherwise the next broker takes the stored memory up.
+    #: Whether the store ends, too. Otherwise the next broker takes over the stored memory.
     with_store: bool = False
 
 
@@ -221,7 +221,7 @@ class Allocate(Effect, frozen=True):
 
 
 class Free(Effect, frozen=True):
-    """Free memory of a ticket; may come while its Allocate is under way, or after the memory was lost."""
+    """Free memory of a ticket, perhaps while its Allocate is still under way, or after the memory was lost."""
 
     ticket: int
     #: UUID of the device.
@@ -233,18 +233,18 @@ class Free(Effect, frozen=True):
 class SendFds(Effect, frozen=True):
     """Send a session the descriptors of a lease, until :class:`CancelFds`.
 
-    It precedes the answer that grants the lease or confirms the sending; a ``rebound`` one follows the notice instead.
+    It precedes the answer that grants the lease or confirms the sending; with ``rebound`` it follows the notice.
     """
 
     session: int
     lease: int
     #: In the order in which the descriptors are sent.
     sources: tuple[FdSource, ...]
-    #: Multicast group whose objects' descriptors come last; 0: none.
+    #: Multicast group whose objects' descriptors are sent last; 0: none.
     group: int = 0
     #: Whether these replace the objects of a broker that ended.
     rebound: bool = False
-    #: Whether the lease may write. Otherwise read-only descriptors are sent, where the driver has such.
+    #: Whether the lease may write. Otherwise read-only descriptors are sent, if the driver can make them.
     writable: bool = False
 
 
@@ -266,7 +266,7 @@ class BindMulticast(Effect, frozen=True):
 
 
 class UnbindMulticast(Effect, frozen=True):
-    """Release the objects of a group; may come while its BindMulticast is under way. No member is freed before."""
+    """Release the objects of a group, perhaps while its BindMulticast is under way, before any member is freed."""
 
     group: int
 

@@ -34,10 +34,10 @@ from cubroker.server.ledger.states import ALLOCATED, PROMISED, GroupState, Memor
 from cubroker.server.ledger.tables import Tables
 
 Part = tuple[str, Callable[[], None]]
-"""Something to check, and what it is about."""
+"""The part of the tables that a check is about, and the check."""
 
 MISTAKES = (AssertionError, LookupError, AttributeError, TypeError, ValueError)
-"""What a check of contradictory tables raises."""
+"""The exceptions that a check of contradictory tables raises."""
 
 
 def check(tables: Tables) -> None:
@@ -229,7 +229,7 @@ def _check_user(tables: Tables, user: User) -> None:
 
 
 def _check_usage(*usage: Limits | Quota) -> None:
-    """Check what is used against what is allowed, and what was used when less became allowed."""
+    """Check usage against the limits; usage from before the limits became lower may exceed them."""
     for used, limit, grandfathered in zip(*map(astuple, usage), strict=True):
         assert limit is None or used <= max(limit, grandfathered)
 

@@ -1,8 +1,8 @@
-"""Interprocess events of versions: who made them, how often they were recorded, and which requests wait for them.
+"""IPC events of versions: who made them, how often they were recorded, and which requests wait for them.
 
 An event belongs to the lease by which it was made. It ends with that lease, or when its maker drops it; always in
 :func:`end_event`. A device may safely wait for an event only once it was recorded, and while its maker lives. So a
-client waits here first, and is told when the event was recorded, or that it never will be.
+client first waits here: the broker answers when the event was recorded, or when it never will be.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cubroker.server.ledger.states import VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 
 MAX_ENDED_REASONS = 64
-"""Ended events of a version whose end is remembered, for requests that come too late."""
+"""Ended events of a version of which the reason is remembered, for requests that arrive too late."""
 
 
 def close(tables: Tables, session: Session, body: messages.Close) -> messages.Done:
@@ -27,7 +27,7 @@ def close(tables: Tables, session: Session, body: messages.Close) -> messages.Do
 
 
 def end_lease(tables: Tables, lease: Lease, how: str) -> None:
-    """End a lease, its events, and the requests that wait by it; ``how`` says what its holder did."""
+    """End a lease and its events, and refuse the requests that wait by it; ``how`` says what its holder did."""
     for waiter in tuple(lease.event_waiters):
         leases.refuse(tables, waiter, leases.no_lease(lease.id))
     for ipc_event in tuple(lease.ipc_events.values()):
@@ -51,7 +51,7 @@ def end_event(tables: Tables, ipc_event: IpcEvent, how: str) -> None:
 
 
 def share(tables: Tables, session: Session, body: messages.ShareEvent) -> messages.EventShared:
-    """Make an event by a lease, and serve the requests that wait for it."""
+    """Add an event that was made by a lease, and serve the requests that wait for it."""
     lease = _lease(session, body.lease)
     fields.check_pool_name(body.name)
     version = lease.version
@@ -105,7 +105,7 @@ def recorded(tables: Tables, session: Session, body: messages.Recorded) -> messa
 def await_event(
     tables: Tables, session: Session, body: messages.AwaitEvent, event: RequestReceived
 ) -> messages.Generation | None:
-    """Return the generation of an event once it passed the asker's; None if the request waits."""
+    """Return the generation of an event if it exceeds the one in the request; None if the request waits."""
     lease = leases.own_lease(session, body.lease)
     version = lease.version
     ipc_event = tables.ipc_events.get(body.event)
@@ -122,7 +122,7 @@ def await_event(
 
 
 def drop(tables: Tables, session: Session, body: messages.DropEvent) -> messages.Done:
-    """End an event for its maker."""
+    """End an event, as its maker requests."""
     end_event(tables, _own(session, body.event), "closed it")
     return messages.Done()
 

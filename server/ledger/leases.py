@@ -1,15 +1,16 @@
 """Leases: how they are asked for, waited for, granted and ended; and how every request waits.
 
 A draft has one lease that writes it (:attr:`.records.Lease.writes`), and leases of readers who asked for it unsealed.
-Its seal ends the writer's lease, or makes a reader's of it. If that lease ends in another way the draft is given up.
+The seal ends the writer's lease, or turns it into a reader's. If the writer's lease ends in another way, the draft is
+given up.
 
 A lease ends because its holder closed it, sealed its draft, or exited. For every cause it ends in :func:`release`,
 after its events (:mod:`cubroker.server.ledger.ipc_events`). A version ends in :func:`end_version`, the one path on
 which memory is released. The policy may keep the newest superseded versions of each pool without leases, until a newer
 one takes their place or a user retires them.
 
-An attach waits for a publication; a create waits for its turn, for room, and for its memory; others wait for IPC
-events and for locks. All of them stop in :func:`stop_waiting`, for every cause: served, refused, timed out,
+An attach waits for a publication; a create waits for its turn, for room, and for its memory; other requests wait for
+IPC events and for locks. All of them stop in :func:`stop_waiting`, for every cause: served, refused, timed out,
 cancelled, or their session ended. A request that waits is answered exactly once, unless its session ends.
 """
 
@@ -61,7 +62,7 @@ from cubroker.server.ledger.tables import Kind, Tables
 FABRIC = "fabric handle"
 
 PUBLISHED = (VersionState.CURRENT, VersionState.SUPERSEDED)
-"""The states of versions that can be attached to; a draft can, too, by its number and ``unsealed``."""
+"""The states of versions that can be attached to; so can a draft, by a request with its number and ``unsealed``."""
 
 OUT_OF_SERVICE = (VersionState.SUPERSEDED, VersionState.RETIRED, VersionState.LOST)
 """The states of versions that end with their last lease."""
@@ -72,7 +73,7 @@ OUT_OF_SERVICE = (VersionState.SUPERSEDED, VersionState.RETIRED, VersionState.LO
 def attach(
     tables: Tables, session: Session, body: messages.Attach, event: events.RequestReceived
 ) -> messages.Attached | None:
-    """Lease a published version, or a draft that is asked for; None if the request waits. Raises like :func:`lend`."""
+    """Lease a published version, or a draft if requested; None if the request waits. Raises like :func:`lend`."""
     if not tables.lends(durable=True):
         raise Unavailable(error_text.not_lending(tables))
     pool = tables.pools.get(body.name)
@@ -124,7 +125,7 @@ def check_publishable(tables: Tables, session: Session, pool: Pool) -> None:
 
 
 def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages.Where) -> None:
-    """Raise ``Denied`` if the request names owners, and the pool's is none of them, nor the asker."""
+    """Raise ``Denied`` if the request names owners, and the pool belongs neither to one of them nor to the session."""
     if where.owners and pool.owner not in (None, session.uid, *where.owners):
         raise Denied(
             f"{pool.name} belongs to user {pool.owner}, and a pool of user {' or '.join(map(str, where.owners))} was"
@@ -145,7 +146,7 @@ def _check_expected(tables: Tables, session: Session, pool: Pool | None, body: m
 
 
 def check_reachable(tables: Tables, where: messages.Attach | messages.Where) -> None:
-    """Raise ``NotFound`` if the request names a device that is not the broker's and reaches none that is."""
+    """Raise ``NotFound`` if the request names a device, and neither that nor any of its peers is the broker's."""
     if where.device is not None and tables.accounts.keys().isdisjoint((where.device, *where.peers)):
         raise NotFound(error_text.no_device(tables, where.device))
 
@@ -161,8 +162,8 @@ def lend(
     Raises:
         Denied: the session may not read the pool, or the request names other owners.
         Unsupported: it is a draft that its readers may write.
-        Invalid, NotFound: the device must be named, or has none of the version.
-        OverQuota: the session or its user has enough leases, or the user too much memory beyond them.
+        Invalid, NotFound: the request must name a device, or the version is not on the device that it names.
+        OverQuota: the session or its user has as many leases as it may, or the user too much memory beyond leases.
         Unavailable: no leases are granted.
     """
     pool = version.pool
@@ -271,10 +272,10 @@ def grant(
     bound: bool,
     writes: bool = False,
 ) -> Lease:
-    """Give a session, whose quota has room, a lease on ``replicas``, and the descriptors of that memory.
+    """Give a session a lease on ``replicas``, and the descriptors of that memory; its quota was checked before.
 
-    A ``bound`` one writes all replicas at once, and gets the multicast objects, too. The one that ``writes`` is that of
-    the draft's writer. Where fabric handles open the memory, descriptors are sent only on request.
+    A ``bound`` lease writes all replicas together, and also gets the multicast objects. A lease that ``writes`` is that
+    of the draft's writer. If fabric handles open the memory, descriptors are sent only on request.
     """
     lease = Lease(next(tables.lease_ids), session, version, replicas, bound, since=tables.now)
     if writes:
@@ -306,7 +307,7 @@ def opened_by(version: Version) -> str:
 
 
 def send_fds(lease: Lease) -> events.SendFds:
-    """Return the effect that sends all descriptors of a lease; a writer gets none of memory that others have, too."""
+    """Return the effect that sends all descriptors of a lease; a writer gets none of memory that its draft shares."""
     version = lease.version
     group = version.multicast_group if lease.bound else None
     objects = group.id if group is not None and group.sizes else 0
@@ -323,7 +324,7 @@ def send_descriptors(tables: Tables, session: Session, body: messages.SendDescri
 
     Raises:
         NotFound: the session holds no such lease.
-        Invalid: they were sent.
+        Invalid: the descriptors were sent already, or the lease has none.
         Unavailable: the memory was lost.
     """
     lease = own_lease(session, body.lease)
@@ -354,7 +355,7 @@ def attached(lease: Lease) -> messages.Attached:
 
 
 def created(lease: Lease) -> messages.Created:
-    """Return the answer that grants the writer's lease: nothing opens memory that other versions have, too."""
+    """Return the answer that grants the writer's lease; it has no handles of memory that the draft shares."""
     version, replicas = lease.version, list[messages.ReplicaHandles]()
     for replica in lease.replicas:
         own = set(memory.own(version, replica))
@@ -392,12 +393,12 @@ def own_draft(session: Session, lease: int, what: str = "be sealed") -> Lease:
 
 
 def no_lease(lease: int) -> NotFound:
-    """Return the error of a session that holds no such lease, whether or not another one does."""
+    """Return the error for a session that holds no such lease, whether or not another session does."""
     return NotFound(f"this session holds no lease {lease}; it was closed already, or was never its own")
 
 
 def release(tables: Tables, lease: Lease) -> None:
-    """End a lease that has no events, and its version if nothing else keeps that."""
+    """End a lease, which has no events any more, and end its version if nothing else keeps it."""
     version = lease.version
     del tables.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
     lease.session.user.leases -= 1
@@ -417,7 +418,7 @@ def release(tables: Tables, lease: Lease) -> None:
 
 
 def _give_up(tables: Tables, draft: Version) -> None:
-    """End a draft without its writer; if it was lent, it is retired, so that it stays until its readers have left."""
+    """End a draft that its writer gave up; if it was lent, retire it, so that it stays until its readers have left."""
     if draft.lent:
         tables.transition_version(draft, VersionEvent.ABANDONED)
         withdraw(tables, draft)
@@ -426,11 +427,11 @@ def _give_up(tables: Tables, draft: Version) -> None:
 
 
 def withdraw(tables: Tables, draft: Version) -> None:
-    """Take a draft from its pool for good: sessions know its number, so it is not given out again."""
+    """Remove a draft from its pool permanently; sessions know its number, so that is not given out again."""
     pool = draft.pool
     pool.draft, pool.last = None, draft.number
     for waiter in tuple(pool.attach_waiters):
-        if 0 < waiter.body.version <= pool.last:  # it will never be published, as far as the session may know
+        if 0 < waiter.body.version <= pool.last:  # never to be published; only readers of the history may know
             if can_read_history(tables, waiter.session, pool):
                 words = error_text.retired(pool.name, waiter.body.version, pool, pool.loss)
                 refuse(tables, waiter, Retired(words))
@@ -468,7 +469,7 @@ def _superseded(pool: Pool) -> list[Version]:
 
 
 def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:
-    """End a version and have its memory freed, allocated or still being allocated."""
+    """End a version, and have the memory freed that only this version has, even while it is being allocated."""
     tables.transition_version(version, event)
     pool = version.pool
     version.user.layouts -= len(version.layout)
@@ -483,18 +484,18 @@ def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:
 
 
 def announce(tables: Tables, pool: Pool) -> None:
-    """Tell the sessions that watch a pool, and may read its history, which version is current.
+    """Notify the sessions that watch a pool, and may read its history, which version is current.
 
-    They are told once more when another version has ended, for those who wait for that.
+    They are also notified when another version has ended, since some wait for that.
     """
-    unowned = pool.owner is pool.previous_owner is None  # so there is nothing but the name
+    unowned = pool.owner is pool.previous_owner is None  # so nothing exists but the name
     for session in pool.watchers:
         if unowned or can_read_history(tables, session, pool):
             tables.effects.append(notice(session, pool))
 
 
 def notice(session: Session, pool: Pool) -> events.Notify:
-    """Return what a session that watches a pool is told."""
+    """Return the effect that notifies a session which version of a pool is current."""
     return events.Notify(
         session.id, messages.PoolChanged(pool.name, 0 if pool.current is None else pool.current.number)
     )
@@ -548,7 +549,7 @@ def cancel_timeout(tables: Tables, waiter: Waiter) -> None:
 
 
 def timer_expired(tables: Tables, event: events.TimerExpired) -> None:
-    """Refuse the request that waited until now."""
+    """Refuse the request whose time to wait is over."""
     waiter = tables.timers.pop(event.timer, None)
     if waiter is not None:
         waiter.timer = 0
@@ -564,7 +565,7 @@ def cancel(tables: Tables, session: Session, body: messages.Cancel) -> messages.
 
 
 def stop_waiting(tables: Tables, waiter: Waiter) -> None:
-    """Stop a request that waits, and return all that it was given so far."""
+    """Stop a request from waiting, and give back everything that was reserved for it."""
     del waiter.session.unfinished[waiter.request]
     waiter.session.user.unfinished -= 1
     cancel_timeout(tables, waiter)
@@ -624,6 +625,6 @@ def answer(tables: Tables, waiter: Waiter, body: messages.Reply) -> None:
 
 
 def refuse(tables: Tables, waiter: Waiter, error: CubrokerError) -> None:
-    """Stop a request that waits, with an error."""
+    """Stop a request from waiting, and answer it with an error."""
     stop_waiting(tables, waiter)
     answer(tables, waiter, messages.Failed(error.code, error.message))

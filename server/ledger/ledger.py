@@ -1,10 +1,10 @@
 """The ledger: it alone decides who may use which memory, and when that is freed.
 
 One rule: events in, effects out, and nothing else. :meth:`Ledger.handle` takes one event, changes the tables, and
-returns the effects that the broker executes. There is no clock, socket or device in here: time comes as timers that
-expire, and devices report the outcomes of what the ledger asked for.
+returns the effects that the broker executes. There is no clock, socket or device in here: expired timers and the
+outcomes of device work arrive as events.
 
-Theory of operation. A *session* sends requests; each is answered exactly once, at once or after waiting, unless the
+Theory of operation. A *session* sends requests; each is answered exactly once, immediately or after waiting, unless the
 session ends first. Versions, their memory and multicast groups have state tables
 (:mod:`cubroker.server.ledger.states`). Everything that ends has one path, for every cause:
 
@@ -18,12 +18,12 @@ session ends first. Versions, their memory and multicast groups have state table
     session    lifecycle.end        its process exited, or its connection ended and it has no leases and locks
 
 A session without a connection, whose process may live, keeps its leases and locks and gets no answers; it may still
-close, seal, unlock and drop. An ended thing marks its pool, user or device for a recheck, and after every event
+close, seal, unlock and drop. When something ends, its pool, user or device is marked for a recheck. After every event
 :func:`cubroker.server.ledger.create.serve_waiters` serves the creates that wait there, until none can be served.
 
 With a store, a ledger outlives the broker: :meth:`Ledger.changes` returns the snapshot entries of each batch of events,
-and :meth:`Ledger.restore` builds a ledger from them. That is told which sessions and memory are lost
-(``ProcessExited``, ``ConnectionLost``, ``MemoryLost``), and goes on with ``Resumed``.
+and :meth:`Ledger.restore` builds a ledger from them. The restored ledger gets an event for every session and memory
+that was lost (``ProcessExited``, ``ConnectionLost``, ``MemoryLost``), and resumes with ``Resumed``.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from cubroker.server.ledger.tables import Tables
 __all__ = ["Audit", "Budget", "HeldMemory", "Holder", "Impossible", "LeaseGrant", "Ledger", "Limits"]
 
 MAX_NAMED = 20
-"""Leases that a list of them names."""
+"""The most leases that a text names."""
 
 
 class Holder(NamedTuple):
-    """Who has a session, how many leases, and whether its connection is there."""
+    """The process that has a session, the number of its leases, and whether it is connected."""
 
     session: int
     pid: int
@@ -97,7 +97,7 @@ class HeldMemory(NamedTuple):
 
 
 class LeaseGrant(NamedTuple):
-    """A lease: the answer that grants it, and what has its descriptors sent, if it has any."""
+    """The grant of a lease: the answer, and the effect that sends its descriptors; None if there are none to send."""
 
     answer: Attached | Created
     hand_over: SendFds | None
@@ -138,8 +138,8 @@ class Ledger:
     ) -> Self:
         """Return the ledger whose snapshot is among ``items``; a new one if there is none.
 
-        Leases stay, however little the rules allow now. Entries that contradict the rest are dropped, with
-        :attr:`findings`. The ledger waits for ``Resumed``.
+        Leases stay, even if the rules allow fewer now. Entries that contradict the rest are dropped, which
+        :attr:`findings` reports. The caller must pass ``Resumed`` to the ledger.
 
         Raises:
             CorruptJournal: the snapshot cannot be read, or its contradictions cannot be repaired.
@@ -159,7 +159,7 @@ class Ledger:
 
     @property
     def findings(self) -> Sequence[str]:
-        """What of the snapshot contradicted the rest and was dropped or lost, one sentence each."""
+        """The parts of the snapshot that contradicted the rest and were dropped or lost, one sentence each."""
         return self._tables.findings
 
     @property
@@ -168,7 +168,7 @@ class Ledger:
         return self._tables.last_session
 
     def sessions(self) -> tuple[SessionOpened, ...]:
-        """Return the opening of every session; some may have lost their connection since."""
+        """Return the event that opened each session; some sessions may have lost their connection since."""
         known = self._tables.sessions.values()
         return tuple(
             SessionOpened(each.id, each.pid, each.uid, each.gid, each.groups, each.verified, each.process)
@@ -206,15 +206,15 @@ class Ledger:
         return LeaseGrant(answer, hand_over if sent else None)
 
     def admission_error(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
-        """Return why a user may open no session now; None if it may."""
+        """Return why a user may not open a session now; None if it may."""
         return lifecycle.admission_error(self._tables, uid, verified=verified)
 
     def handle(self, event: LedgerEvent, now: float = 0.0) -> list[Effect]:
         """Take one event and return its effects, in order; ``now`` is in seconds since 1970.
 
         Raises:
-            Impossible: the event cannot follow from the earlier ones; nothing changed. After any other exception the
-                effects so far are those of :meth:`recover`, or of the next event.
+            Impossible: the event cannot follow from the earlier ones; nothing changed. After any other exception,
+                :meth:`recover` or the next event returns the effects so far.
         """
         tables = self._tables
         tables.now = min(max(0.0, now), LATEST)  # a host's clock may show anything
@@ -239,7 +239,7 @@ class Ledger:
         return self.recover()
 
     def recover(self) -> list[Effect]:
-        """Serve waiting creates and return the effects; also called if an exception ended :meth:`handle`."""
+        """Serve waiting creates and return the effects; also called after an exception in :meth:`handle`."""
         tables = self._tables
         if tables.recheck_pools or tables.recheck_users or tables.recheck_accounts:
             create.serve_waiters(tables)
@@ -247,9 +247,9 @@ class Ledger:
         return effects
 
     def take_effects(self) -> list[Effect]:
-        """Return the effects and serve no create; called if an exception ended :meth:`recover`.
+        """Return the effects and serve no create; called after an exception in :meth:`recover`.
 
-        Creates that the exception was about wait on, until something else marks them for a recheck.
+        Creates that could have been served keep waiting until something else marks their queues for a recheck.
         """
         tables = self._tables
         tables.recheck_pools.clear()
@@ -259,7 +259,7 @@ class Ledger:
         return effects
 
     def audit(self) -> Audit:
-        """Return what a mistake left behind; costs time in proportion to the ledger."""
+        """Return the damage that a mistake did to the tables; costs time in proportion to the ledger."""
         return snapshot.audit(self._tables)
 
     def check(self) -> None:
@@ -299,7 +299,7 @@ class Ledger:
         return ", ".join(named)
 
     def shutdown_loses(self, *, with_store: bool) -> bool:
-        """Whether a lease is on memory that ends with the broker, or ``with_store`` on any that is not lost."""
+        """Whether a lease is on memory that ends with the broker or, if ``with_store``, on any that is not lost."""
         tables = self._tables
         versions = (lease.version for lease in tables.leases.values())
         return any(
@@ -331,12 +331,12 @@ class Ledger:
         )
 
     def view(self, *, everything: bool) -> View:
-        """Return ``everything``, or what a user may see who can read no private pool."""
+        """Return ``everything``, or only what a user may see who can read no private pool."""
         uid = self._tables.uid if everything else HIDDEN_ID
         return status.view(self._tables, Session(0, 0, User(uid, Quota()), HIDDEN_ID, verified=True))
 
     def beyond_leases(self) -> Mapping[int, int]:
-        """Return the bytes that processes refer to beyond leases, by uid of the users of whom anything is known."""
+        """Return the bytes that processes refer to beyond leases, by uid; users without known bytes are left out."""
         return {
             uid: footprint.nbytes
             for uid, footprint in self._tables.footprints.items()
@@ -344,7 +344,7 @@ class Ledger:
         }
 
     def excesses(self) -> Mapping[int, str]:
-        """Return the users with more beyond leases than their quota allows: by uid, in words."""
+        """Return a text by uid for each user who has more memory beyond leases than the quota allows."""
         found = {uid: memory.excess(self._tables, uid) for uid in self._tables.footprints}
         return {uid: error_text.too_much_beyond(uid, *pair) for uid, pair in found.items() if pair is not None}
 
@@ -366,7 +366,7 @@ _EVENTS: Mapping[type[LedgerEvent], Callable[[Tables, Any], None]] = {
     events.MemoryLost: lifecycle.memory_lost,
     events.Resumed: lifecycle.resume,
 }
-"""What changes the tables for each event but a request."""
+"""The function that handles each event, except requests."""
 
 _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
     messages.Close: ipc_events.close,
@@ -391,7 +391,7 @@ _AT_ONCE: Mapping[type[Request], Callable[[Tables, Session, Any], Reply]] = {
     messages.Look: status.view,
     messages.Tell: status.tell,
 }
-"""What answers each request that never waits."""
+"""The function that answers each request that never waits."""
 
 _MAY_WAIT: Mapping[type[Request], Callable[[Tables, Session, Any, RequestReceived], Reply | None]] = {
     messages.Attach: leases.attach,
@@ -401,4 +401,5 @@ _MAY_WAIT: Mapping[type[Request], Callable[[Tables, Session, Any, RequestReceive
     messages.OpenEvent: ipc_events.open_event,
     messages.AwaitEvent: ipc_events.await_event,
 }
-"""What answers each request that may wait, or has a layout; None: it waits, or was answered meanwhile."""
+"""The function that answers each request that may wait, or has a layout; it returns None if the request waits, or was
+already answered by an effect."""

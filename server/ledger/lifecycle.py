@@ -1,17 +1,18 @@
-"""What begins and ends beside requests: sessions, draining, the broker's own end and its restart, and new rules.
+"""The life of sessions and of the broker itself: sessions, draining, the broker's end and restart, and new rules.
 
 A *session* ends with its process, or, once its connection ended, with its last lease and lock.
 
 *Draining* by hand refuses all new leases and the requests that wait for one, until it is taken back; with a store, the
-next broker goes on with it. A broker that was told to end refuses leases on memory that ends with it: all memory, or
-what is not durable where a store keeps durable memory for the next broker. Once no such lease is left, it is
-:class:`.events.ShutdownReady`. Leases stay meanwhile; closing, retiring, events and listings go on.
+next broker drains as well. A broker that was told to end refuses leases on memory that ends with it: all memory, or, if
+a store keeps durable memory for the next broker, all other memory. Once no such lease is left, the ledger emits
+:class:`.events.ShutdownReady`. In both cases existing leases stay, and closing, retiring, IPC events and listings work.
 
-*A restart* may find that memory went with the earlier broker. A version is lost with the first of its tickets: it is
-granted no more, its name is free for the next version, and its holders are told. Their mappings stay, and count until
-their leases end. A version that nothing keeps, and a session without connection and leases, end as the ledger resumes.
+*A restart* may find that memory ended with the earlier broker. A version is lost with the first of its tickets: no more
+leases on it are granted, its name is free for the next version, and its holders are notified. Their mappings stay, and
+count until their leases end. A version that nothing keeps, and a session without connection and leases, end as the
+ledger resumes.
 
-*New rules* end nothing. A budget, quota or limit that became smaller grants nothing until enough has ended; a larger
+*New rules* end no lease. A budget, quota or limit that became smaller grants nothing until enough has ended; a larger
 one serves the requests that waited for it. A create that can never have its memory any more is refused.
 """
 
@@ -61,7 +62,7 @@ def opened(tables: Tables, event: events.SessionOpened) -> None:
 
 
 def connection_lost(tables: Tables, event: events.ConnectionLost) -> None:
-    """Drop what a session waits for and watches; without leases and locks it ends."""
+    """Drop the waiting requests and the watches of a session; without leases and locks it ends."""
     session = tables.sessions.get(event.session)
     if session is None:
         return
@@ -99,7 +100,7 @@ def end(tables: Tables, session: Session) -> None:
 
 
 def _stop(tables: Tables, session: Session) -> None:
-    """Drop what a session waits for and watches."""
+    """Drop the waiting requests and the watches of a session."""
     for waiter in tuple(session.unfinished.values()):
         leases.stop_waiting(tables, waiter)
     for name in tuple(session.watches):
@@ -107,7 +108,7 @@ def _stop(tables: Tables, session: Session) -> None:
 
 
 def admission_error(tables: Tables, uid: int, *, verified: bool) -> OverQuota | None:
-    """Return why a user may open no session now, None if it may."""
+    """Return why a user may not open a session now; None if it may."""
     user, quota = tables.users.get(uid), tables.policy.quota_of(uid)
     used = len(user.sessions) if user else 0
     if exceeds(used, 1, quota.sessions):
@@ -151,7 +152,7 @@ def drain(tables: Tables, session: Session, body: Drain) -> Done:
 
 
 def start_shutdown(tables: Tables, event: events.ShutdownStarted) -> None:
-    """Grant no lease on memory that ends with the broker, and wait for those that there are."""
+    """Grant no more leases on memory that ends with the broker, and wait for the end of those that exist."""
     if tables.shutdown_leases is not None:
         raise Impossible("a broker that ends is to end")
     tables.outlives_broker = tables.outlives_broker and not event.with_store
@@ -219,7 +220,7 @@ def resume(tables: Tables, _: events.Resumed) -> None:
         tables.note(session, RESTARTED)
     for pool in tables.pools.values():
         tables.note(pool, RESTARTED)
-        for version in tuple(pool.versions.values()):  # an earlier policy may have kept more, and a mistake anything
+        for version in tuple(pool.versions.values()):  # an earlier policy or a mistake may have kept more
             end_if_unused(tables, version)
         for version in pool.versions.values():
             if version.state is VersionState.LOST:
@@ -233,7 +234,7 @@ def resume(tables: Tables, _: events.Resumed) -> None:
 
 
 def reconfigure(tables: Tables, event: events.Reconfigured) -> None:
-    """Put new rules in force."""
+    """Apply new rules."""
     assert event.budgets.keys() == tables.accounts.keys(), "budgets of other devices"
     accept_present(tables)
     tables.policy, tables.limits = event.policy, event.limits

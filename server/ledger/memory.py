@@ -1,19 +1,19 @@
-"""Device memory: what versions have of it, what binds it together, and what processes map beyond leases.
+"""Device memory: the allocations of versions, multicast groups, and memory that processes map beyond leases.
 
-*Allocations.* A draft is given new allocations, one ticket for each device. Later versions may have some of them, too.
-An allocation is freed when no version has it any more, and its ticket is gone when the device has all of them again.
-Bytes and descriptors are counted by ticket, so nothing is counted twice.
+*Allocations.* A draft is given new allocations, one ticket for each device. Later versions may share some of them. An
+allocation is freed when no version has it any more, and its ticket ends when the device has freed all of its
+allocations. Bytes and descriptors are counted by ticket, so nothing is counted twice.
 
 *Multicast.* A version may have a group, which binds its replicas so that one store goes to all of them; the rest of the
-ledger knows no more of it. A group begins when all memory of a draft is allocated, and ends with the version: it is
-unbound first, and only then is the memory freed. Where the devices cannot bind, copies take the place of multicast
-objects, for all members together; the version, its leases and its end are the same.
+ledger knows no more of groups than that. A group begins when all memory of a draft is allocated, and ends with the
+version: first it is unbound, and only then is the memory freed. If the devices cannot bind, copies replace multicast
+objects for all members together; the version, its leases and its end are the same.
 
-*Beyond leases.* A lease ends when its holder says that it has unmapped the memory, and the ledger believes it. So the
-broker also scans what every process has mapped or open of memory that it allocated, freed or not. Memory that no
-session of the process's user leases is beyond leases. Any lease of the user counts, since a forked process has the
-mappings of its parent. A client that maps after the grant and unmaps before the close has nothing beyond its leases at
-any moment; leases that end during a scan count as well, since it may have looked before.
+*Beyond leases.* A lease ends when its holder says that it has unmapped the memory, and the ledger believes the holder.
+So the broker also scans which of the memory that it allocated, freed or not, each process has mapped or open. Memory
+that no session of the process's user leases is beyond leases. Any lease of the user counts, since a forked process has
+the mappings of its parent. A client that maps after the grant and unmaps before the close never has memory beyond its
+leases. Leases that end during a scan count as well, since the scan may have looked before their end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GRANULARITY = 2 << 20
 """Bytes. Smaller pieces of device memory share a block, and opening one would expose its neighbours."""
 
 COPIES = "copies"
-"""How replicas are written without multicast objects; with them, the word is the share kind's."""
+"""The word for how replicas are written without multicast objects; with objects, it is that of the share kind."""
 
 
 def rounded(nbytes: int) -> int:
@@ -73,7 +73,7 @@ def sizes_of(version: Version) -> tuple[int, ...]:
 def allocate(
     tables: Tables, version: Version, account: DeviceAccount, sizes: tuple[int, ...]
 ) -> tuple[Allocation, ...]:
-    """Promise a version memory on one device, and have it allocated; its user's quota has it reserved already."""
+    """Promise a version memory on one device, and have it allocated; its user's quota already has it reserved."""
     if not sizes:
         return ()
     ticket = Ticket(
@@ -123,9 +123,9 @@ def has(version: Version, allocations: Iterable[Allocation]) -> None:
 
 
 def assemble(version: Version) -> bool:
-    """Put the handles of a version together; False while some of its memory is being allocated.
+    """Collect the handles of a version; return False while some of its memory is being allocated.
 
-    Where one allocation is opened by descriptor, all are: a lease has handles of one kind.
+    If one allocation is opened by descriptor, all are: a lease has handles of one kind.
     """
     tickets = {allocation.ticket: None for allocation in version.allocations}
     if any(ticket.state is not MemoryState.HELD for ticket in tickets):
@@ -156,9 +156,9 @@ def own(version: Version, replica: Replica) -> list[Allocation]:
 
 
 def remove(tables: Tables, ticket: Ticket, event: MemoryEvent, numbers: Sequence[int] = ()) -> None:
-    """Remove allocations (by default all) that the device has again, so a waiting create may have room.
+    """Remove allocations of a ticket (by default all) that the device has freed; a waiting create may have room then.
 
-    The ticket takes ``event`` and goes with the last of them.
+    With the last of them, ``event`` changes the ticket's state, and the ticket is removed.
     """
     user, account = ticket.user, ticket.account
     numbers = numbers or tuple(ticket.allocations)
@@ -195,7 +195,7 @@ def release_quota(tables: Tables, user: User, nbytes: int) -> None:
 
 
 def bind(tables: Tables, version: Version) -> bool:
-    """Have the replicas of a version bound, all of which are allocated; False if there is nothing to bind."""
+    """Have the replicas of a version bound, all of which are allocated; return False if there is nothing to bind."""
     if not version.is_multicast:
         return False
     tickets = tuple({allocation.ticket: None for allocation in version.allocations})
@@ -215,14 +215,14 @@ def bound(tables: Tables, event: events.MulticastBound) -> Version:
 
 
 def rebound(tables: Tables, version: Version) -> None:
-    """Send every lease that writes all replicas of a restored version the new objects, or the replicas it had not."""
+    """Send each lease that writes all replicas of a restored version the new objects, or the replicas that it lacks."""
     group = version.multicast_group
     assert group is not None
     for lease in version.holders.values():
         if not lease.bound:
             continue
         session, others = lease.session, tuple[Replica, ...]()
-        if not lease.writes:  # the writer's has all replicas
+        if not lease.writes:  # the writer's lease has all replicas
             lease.replicas = _reachable(version, lease.replicas[0])
             others = lease.replicas[1:]
             tables.mark_dirty(Kind.LEASE, lease.id)
@@ -239,9 +239,9 @@ def rebound(tables: Tables, version: Version) -> None:
 
 
 def release_memory(tables: Tables, version: Version) -> None:
-    """Have the memory freed that only a version that ended had; a group is unbound first, also while it is being bound.
+    """Have the memory freed that only an ended version had; its group is unbound first, even while it is being bound.
 
-    Of its tickets one may be gone, by which its draft failed.
+    If the version ended because a ticket could not be allocated, that ticket does not exist any more.
     """
     group = version.multicast_group
     if group is not None:
@@ -249,7 +249,7 @@ def release_memory(tables: Tables, version: Version) -> None:
         tables.effects.append(events.UnbindMulticast(group.id))
     unused: dict[Ticket, list[int]] = {}
     for allocation in version.allocations:
-        tables.mark_dirty(Kind.MEMORY, allocation.ticket.id, version.pool.name)  # no other may be recorded
+        tables.mark_dirty(Kind.MEMORY, allocation.ticket.id, version.pool.name)  # its entry may have to go
         allocation.versions = tuple(other for other in allocation.versions if other is not version)
         if not allocation.versions and allocation.number in allocation.ticket.allocations:
             unused.setdefault(allocation.ticket, []).append(allocation.number)
@@ -289,23 +289,23 @@ def _find_group(tables: Tables, number: int) -> MulticastGroup:
 def replicas_for(version: Version, chosen: tuple[Replica, ...], device: str | None) -> tuple[Replica, ...]:
     """Return the memory of a lease that writes all replicas from ``device``; empty if it writes only ``chosen``.
 
-    A reader of a read-only version does not write, and an object is of use only on a device that has a replica.
+    A reader of a read-only version does not write, and a multicast object is of use only on a device with a replica.
     """
     writes_all = version.is_multicast and version.writable and device in version.replicas
     return _reachable(version, chosen[0]) if writes_all else ()
 
 
 def _reachable(version: Version, here: Replica) -> tuple[Replica, ...]:
-    """Return the replicas that are mapped to write all of them, ``here`` first: with objects, that one alone."""
+    """Return the replicas that a lease maps to write all of them, ``here`` first; with objects, only ``here``."""
     if version.multicast_group is None or version.multicast_group.how != COPIES:
         return (here,)
     return (here, *(other for other in version.replicas.values() if other is not here))
 
 
 def multicast_message(version: Version, *, objects: bool) -> messages.Team | None:
-    """Return how all replicas are written at once, with the sizes of the ``objects`` for leases that get them.
+    """Return how all replicas are written together, with the sizes of the ``objects`` for leases that get them.
 
-    None: it is no multicast version. While the group is being bound, nothing is known.
+    None: it is no multicast version. While its group is not bound yet, the fields are empty.
     """
     if version.share != MULTICAST:
         return None
@@ -321,12 +321,12 @@ def multicast_message(version: Version, *, objects: bool) -> messages.Team | Non
 
 
 def scan_started(tables: Tables, _: events.ProcessScanStarted) -> None:
-    """Remember the leases that end until :func:`scan_finished`."""
+    """Remember, from now until :func:`scan_finished`, the leases that end."""
     tables.ended_in_scan = []
 
 
 def scan_finished(tables: Tables, event: events.ProcessScanFinished) -> None:
-    """Note what processes refer to beyond leases; nothing is known of the others."""
+    """Note what processes refer to beyond leases; nothing is known of processes that the scan does not report."""
     leased: dict[int, set[events.AllocationId]] = {}
     footprints: dict[int, Footprint] = {}
     for process in event.processes:
@@ -358,7 +358,7 @@ def bytes_beyond_leases(tables: Tables, session: Session) -> int | None:
 
 
 def excess(tables: Tables, uid: int) -> tuple[Footprint, int] | None:
-    """Return a user's footprint and its quota if that is exceeded."""
+    """Return a user's footprint and its quota if the footprint exceeds the quota, else None."""
     limit, footprint = tables.policy.quota_of(uid).mapped_beyond_leases, tables.footprints.get(uid)
     if limit is None or footprint is None or footprint.nbytes <= limit:
         return None

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, fields
 from cubroker.protocol.messages import AUTO
 
 MODE = 0o644
-"""The default: every user may attach, the owner publishes and retires."""
+"""The default mode: every user may attach, and only the owner may publish and retire."""
 
 MAX_KEEP = 1000
-"""The most superseded versions of a pool that can be asked to be kept."""
+"""The most superseded versions of a pool that a policy can keep."""
 
 
 ADMIN_RESERVE = 16
-"""Places of the store for sessions of administrators alone, so that a full store does not keep them out; of a small
-store a sixteenth."""
+"""Places of the store that only sessions of administrators may take, so that a full store does not keep them out; in a
+small store, a sixteenth of its places."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one user may have at once, all sessions together; None: as much as there is.
+    """What one user may have at a time, all sessions together; None: no limit.
 
     Attributes:
         memory: bytes of device memory, summed over all devices: allocated, promised, and set aside for a
@@ -33,10 +33,10 @@ class Quota:
         events: events that its sessions made.
         locks: locks of names.
         layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
-        descriptors: descriptors of the broker's: two for every session, and those of memory that is emulated or
+        descriptors: descriptors of the broker: two for every session, and those of memory that is emulated or
             shared by descriptor.
-        mapped_beyond_leases: bytes of the broker's memory that its processes refer to without a lease, as far as the
-            broker can see. Nothing of that was granted; past it no lease is.
+        mapped_beyond_leases: bytes of the broker's memory that the user's processes refer to without a lease, as far
+            as the broker can see. Such memory was not granted; a user that exceeds this gets no further lease.
     """
 
     memory: int | None = None
@@ -53,7 +53,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class NameReservation:
-    """Who may publish names of one prefix, by uid and by gid; administrators may besides."""
+    """Who may publish names with one prefix, by uid and by gid; administrators may too."""
 
     users: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
@@ -61,7 +61,7 @@ class NameReservation:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one session may have at once, so that a flood of requests cannot grow the ledger."""
+    """What one session may have at a time, so that a flood of requests cannot grow the ledger."""
 
     leases: int = 4096
     #: Requests that wait.
@@ -81,15 +81,15 @@ class Policy:
     """The rules of one broker.
 
     Attributes:
-        keep: superseded versions per pool, the newest ones, that stay without leases.
+        keep: how many superseded versions of each pool, the newest ones, stay without leases.
         mode: the mode of a pool whose creator gave none.
         admins: users who may do everything, by their numbers alone.
-        quota: what every user may have, but for those in ``quotas``.
+        quota: what every user may have, except those in ``quotas``.
         quotas: what certain users may have, by uid.
-        share: the share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, ``vmm`` where
-            all its devices can share memory so, else ``ipc``.
-        reserved: who alone may publish pools, by the beginning of their names.
-        trust_root: whether root may do everything, where it is verified to be that of the broker's own namespaces.
+        share: the share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, which is
+            ``vmm`` if all its devices can share memory so, else ``ipc``.
+        reserved: by the beginning of a pool's name, who alone may publish such pools.
+        trust_root: whether root may do everything if it is verified to be root in the broker's own namespaces.
     """
 
     keep: int = 0

@@ -1,9 +1,9 @@
-"""Publication: a version's way into service and out of it, who is told, and whose turn it is to publish next.
+"""Publication: how a version enters and leaves service, which sessions are notified, and the locks of names.
 
 The requests are seal, retire, watch and find; lock and unlock of a name.
 
-Digests that a version is sealed with are the writer's claim: the broker does not read what it lends. It checks only
-that there is one for each piece of memory.
+Digests that a version is sealed with are the writer's claim: the broker does not read the memory that it lends. It
+checks only that there is one digest for each piece of memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
     """Publish a draft, end its writer's lease unless it is sealed in place, and serve the requests that wait for it.
 
     Raises:
-        NotFound, Invalid, Unavailable: the session has no such lease, or it is on no draft, or on one that was lost.
-        Unsupported, Invalid: digests come with it, and the version has none, or others; or a lease on the version would
-            not have the memory of the draft's.
+        NotFound, Invalid, Unavailable: the session has no such lease, the lease writes no draft, or the draft was lost.
+        Unsupported, Invalid: the version cannot have digests, or the digests are not one for each piece of memory; or
+            it is to be sealed in place, and a reader's lease would not have the same memory as the writer's.
     """
     draft = own_draft(session, body.lease)
     version = draft.version
@@ -63,7 +63,7 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
 
 
 def _check_stays(version: Version) -> None:
-    """Raise ``Unsupported`` unless a reader's lease has as much of a version as its writer's, and in the same way."""
+    """Raise ``Unsupported`` unless a reader's lease on a version would have the same memory as its writer's."""
     if version.share == MULTICAST or (version.plan is None and len(version.replicas) > 1):
         raise errors.Unsupported(
             f"{version.label} cannot be sealed in place: it is shared as {version.share}, and has"
@@ -86,7 +86,7 @@ def _serve(tables: Tables, version: Version) -> None:
 
 
 def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.Retirement:
-    """Take a version out of service; it ends with its last lease. Repeated, it reports the leases that are left."""
+    """Take a version out of service; it ends with its last lease. A repeated request reports the remaining leases."""
     known = tables.pools.get(body.name)
     if known is not None:
         check_publishable(tables, session, known)
@@ -124,7 +124,7 @@ def find(tables: Tables, session: Session, name: str, number: int) -> Version:
 
 
 def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Done:
-    """Begin or end a watch, which tells a session of every change of a name's current version."""
+    """Begin or end a watch, which notifies a session of every change of a name's current version."""
     fields.check_pool_name(body.name)
     if not body.on:
         unwatch(tables, session, body.name)
@@ -144,10 +144,12 @@ def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Do
 
 
 def find_current(tables: Tables, session: Session, body: messages.Find) -> messages.Found:
-    """Return the current version of a pool whose owner is the asker, or one of those asked for.
+    """Return the number of the current version of a pool, 0 if there is none.
+
+    If the request names owners, a pool of any other user except that of ``session`` counts as none.
 
     Raises:
-        Denied: ``session`` may not read the pool, which one of these owners has, or any owner that is asked for.
+        Denied: ``session`` may not read the pool.
     """
     fields.check_pool_name(body.name)
     pool = tables.pools.get(body.name)
@@ -171,11 +173,11 @@ def unwatch(tables: Tables, session: Session, name: str) -> None:
 
 
 def sealed_digests(version: Version, body: messages.Seal | messages.SealInPlace) -> messages.Digests | None:
-    """Return the digests with which a draft is to be sealed, if it is with any.
+    """Return the digests with which a draft is to be sealed, None if the request has none.
 
     Raises:
-        Unsupported: its readers may write it.
-        Invalid: they are not those of its allocations.
+        Unsupported: readers of the version may write it.
+        Invalid: the digests are not one for each piece of memory.
     """
     digests = body.digests if isinstance(body, messages.SealDigested | messages.SealInPlace) else None
     if digests is None:
@@ -200,9 +202,9 @@ def digests_fit(version: Version, digests: messages.Digests) -> bool:
 
 # -- locks of names ------------------------------------------------------------------------------------
 
-# One session at a time has the lock of a pool's name, in the order in which they asked. A lock is advice: it keeps no
-# session from publishing. It is for work that begins before a create can, such as that of a loader that knows its
-# layout only once it has loaded. A session that may publish a pool may lock its name.
+# One session at a time has the lock of a pool's name; sessions get it in the order of their requests. A lock is
+# advisory: it keeps no session from publishing. It is for work that begins before the create, such as that of a loader
+# that knows its layout only once it has loaded. A session that may publish a pool may lock its name.
 #
 # A lock ends in :func:`release_lock`, for every cause: it was given back, or its session ended. As with leases, a
 # session whose connection ended keeps its locks until its process ends.
@@ -214,8 +216,8 @@ def lock(tables: Tables, session: Session, body: messages.Lock, event: RequestRe
     Raises:
         Denied: the session may not publish a pool of that name.
         OverQuota: the session or its user has as many locks, or requests that wait, as it may.
-        TimedOut: another request has the lock, and this one may not wait.
-        Unavailable: no leases are granted, so that what the lock is for could not be published.
+        TimedOut: another session has the lock, and the request may not wait.
+        Unavailable: no leases are granted, so nothing could be published under the lock.
     """
     fields.check_pool_name(body.name)
     if not tables.lends(durable=True):
@@ -234,7 +236,7 @@ def lock(tables: Tables, session: Session, body: messages.Lock, event: RequestRe
 
 
 def unlock(tables: Tables, session: Session, body: messages.Unlock) -> messages.Done:
-    """Take a lock back from its session; raises ``NotFound``, also for a lock of another session."""
+    """Release a lock of a session; raises ``NotFound``, also for a lock of another session."""
     held = session.locks.get(body.lock)
     if held is None:
         raise errors.NotFound(f"this session has no lock {body.lock}; it was given back already, or was never its own")
@@ -243,7 +245,7 @@ def unlock(tables: Tables, session: Session, body: messages.Unlock) -> messages.
 
 
 def release_lock(tables: Tables, held: PoolLock) -> None:
-    """End a lock, and give it to the first request in line that may still have it; the others before it are refused."""
+    """End a lock, and give it to the first request in line that may still have it; requests before that are refused."""
     session, pool = held.session, held.pool
     del tables.locks[held.id], session.locks[held.id]
     session.user.locks -= 1
@@ -264,7 +266,7 @@ def release_lock(tables: Tables, held: PoolLock) -> None:
 
 
 def _check_lockable(tables: Tables, session: Session, name: str, pool: Pool | None) -> None:
-    """Raise ``Denied`` or ``OverQuota`` if a session may not have the lock of a name, or no more locks."""
+    """Raise ``Denied`` or ``OverQuota`` if a session may not have the lock of a name, or may not have more locks."""
     leases.check_reserved(tables, session, name)
     if pool is not None:
         leases.check_publishable(tables, session, pool)

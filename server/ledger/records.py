@@ -1,6 +1,6 @@
 """The ledger's records: sessions, leases, pools, versions, memory, and the requests that wait for them.
 
-Records only. They refer to each other, and the modules that change them keep both ends of every reference in step;
+Records only. They refer to each other, and the modules that change them keep both ends of every reference consistent;
 :mod:`cubroker.server.ledger.invariants` states what that means. Records have no repr: it would follow every reference.
 """
 
@@ -106,7 +106,7 @@ class DeviceAccount:
         return self.device.budget - self.allocated - self.promised
 
     def lose(self, nbytes: int) -> None:
-        """Count bytes that the device does not take back, for good."""
+        """Count bytes that the device does not take back; they stay counted."""
         self.allocated += nbytes
         self.lost += nbytes
 
@@ -146,7 +146,7 @@ class User:
     @property
     def idle(self) -> bool:
         """Whether the user has nothing any more."""
-        return not (self.sessions or self.tickets or self.layouts)  # a version may have others' memory only
+        return not (self.sessions or self.tickets or self.layouts)  # a version may have only others' memory
 
     def position(self, waiter: CreateWaiter) -> int:
         """Return the index at which a create is, or belongs, in the queue."""
@@ -182,13 +182,13 @@ class User:
 class Footprint:
     """The broker's memory that a user's processes refer to beyond the user's leases."""
 
-    #: Bytes by allocation, by process id; None where the kernel does not tell.
+    #: By process id, the bytes of each allocation; None: unknown.
     processes: dict[int, Mapping[AllocationId, int] | None] = field(default_factory=dict)
     #: The sum, each allocation counted once.
     nbytes: int = 0
 
     def count(self) -> None:
-        """Compute ``nbytes`` anew."""
+        """Compute ``nbytes`` again."""
         sizes: dict[AllocationId, int] = {}
         for memory in self.processes.values():
             for allocation, nbytes in (memory or {}).items():
@@ -210,7 +210,7 @@ empty_log = partial(deque[tuple[float, str]], maxlen=EVENT_LOG_LINES)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Session:
-    """One client process."""
+    """One session of a client process."""
 
     id: int
     pid: int
@@ -245,7 +245,7 @@ class Session:
 
     @property
     def held(self) -> bool:
-        """Whether it has what stays until its process ends: leases or locks."""
+        """Whether it has leases or locks, which stay until its process ends."""
         return bool(self.leases or self.locks)
 
     @property
@@ -261,14 +261,14 @@ class Session:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """One session's reference to one version."""
+    """The right of one session to map one version, or to fill its own draft."""
 
     id: int
     session: Session
     version: Version
     #: The memory that it was given.
     replicas: tuple[Replica, ...]
-    #: Whether it writes all replicas at once, by the version's multicast group.
+    #: Whether it writes all replicas together, by the version's multicast group.
     bound: bool
     #: Events made by it, by number.
     ipc_events: dict[int, IpcEvent] = field(default_factory=dict)
@@ -276,18 +276,18 @@ class Lease:
     event_waiters: dict[EventWaiter, None] = field(default_factory=dict)
     #: Whether it got fabric handles and may still ask for descriptors.
     unsent: bool = False
-    #: When it began, in seconds since 1970; None: the broker that granted it did not write that down.
+    #: When it began, in seconds since 1970; None: the broker that granted it did not record that.
     since: float | None = None
 
     @property
     def writes(self) -> bool:
-        """Whether it is its writer's on a draft; all other leases read, or share a version that is ``writable``."""
+        """Whether it is the writer's lease on a draft; all others read, or are on a sealed ``writable`` version."""
         return self.version.state is VersionState.DRAFT and self.version.writer_lease == self.id
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class IpcEvent:
-    """An interprocess event of a version."""
+    """An IPC event of a version."""
 
     id: int
     name: str
@@ -346,13 +346,13 @@ class Pool:
     """
 
     name: str
-    #: Number of the last version that was published, or was lost or lent as a draft and will not be.
+    #: Number of the last version that was published, or that as a draft was lost, or was lent and then given up.
     last: int
     loss: Loss | None = None
     #: User that the name belongs to while any version of it lives.
     owner: int | None = None
     previous_owner: int | None = None
-    #: Unix group whose members ``mode`` names.
+    #: Unix group to which the group bits of ``mode`` apply.
     group: int = 0
     mode: int = MODE
     #: By number, oldest first.
@@ -406,7 +406,7 @@ class Version:
     mode: int | None
     #: Share kind.
     share: str
-    #: Index in ``replicas`` of each allocation's device, which then has one shard; None: every device has all.
+    #: Index in ``replicas`` of each allocation's device, each of which has one shard; None: every device has all.
     plan: tuple[int, ...] | None
     #: Whether its readers may write it.
     writable: bool
@@ -424,11 +424,11 @@ class Version:
     why: str = ""
     #: Digests that it was sealed with, in the order of ``replicas``.
     digests: Digests | None = None
-    #: When it was published, in seconds since 1970; None: not yet, or the broker of that time did not write it down.
+    #: When it was published, in seconds since 1970; None: not yet, or the broker of that time did not record it.
     published: float | None = None
-    #: Number of the lease by which it is filled, or was; 0: it is allocating, or its broker did not write that down.
+    #: Number of the lease that fills or filled it; 0: it is allocating, or the broker of that time did not record it.
     writer_lease: int = 0
-    #: Whether readers have or had it, and it was not sealed: its number is not given out again.
+    #: Whether readers have or had leases on it, and it was not sealed: its number is not given out again.
     lent: bool = False
     #: Leases on it, by number.
     holders: dict[int, Lease] = field(default_factory=dict)
@@ -500,12 +500,12 @@ class Ticket:
     durable: bool
     #: Bytes of each allocation, rounded to the granularity.
     sizes: tuple[int, ...]
-    #: Those that the device does not have again, by number.
+    #: The allocations that the device has not freed yet, by number.
     allocations: dict[int, Allocation] = field(init=False)
     #: The sum of their bytes.
     nbytes: int = field(init=False)
     state: MemoryState = MemoryState.PROMISED
-    #: One per size, once this is allocated.
+    #: One per size, once the ticket is allocated.
     handles: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
@@ -561,7 +561,7 @@ class Allocation:
 
     @property
     def id(self) -> AllocationId:
-        """What tells it from all others."""
+        """Its identifier among all allocations."""
         return AllocationId(self.ticket.id, self.number)
 
 
@@ -593,7 +593,7 @@ class AttachWaiter:
     request: int
     pool: Pool
     body: Attach
-    #: Whether its version was published in the past of a pool whose history its session may not read.
+    #: Whether its version will never be published, which its session must not know: it may not read the history.
     blind: bool = False
     #: Its timer; 0: none is set.
     timer: int = 0
@@ -628,7 +628,7 @@ class EventWaiter:
 
     @property
     def queue(self) -> dict[EventWaiter, None]:
-        """The requests that wait for the same, in order of arrival."""
+        """The queue in which it waits, in order of arrival: that of its event, or that for events yet to be made."""
         return self.lease.version.open_waiters if self.ipc_event is None else self.ipc_event.event_waiters
 
 
@@ -663,17 +663,17 @@ class CreateWaiter:
     session: Session
     request: int
     pool: Pool
-    #: Share kind and durability are decided.
+    #: The request, with share kind and durability decided.
     body: Create
     #: Sizes of its new allocations on each device, rounded to the granularity.
     sizes: dict[DeviceAccount, tuple[int, ...]]
     #: Their sums: the bytes that it takes of each device.
     nbytes: dict[DeviceAccount, int]
     outline: Outline
-    #: The version that its own is to share memory with.
+    #: The version with which the new one is to share memory.
     base: Version | None = None
     phase: Phase = Phase.TURN
-    #: Whether it is in its user's queue: it could have the turn, and its user's quota has no room.
+    #: Whether it is in its user's queue: it could have the turn, but its user's quota has no room.
     parked: bool = False
     #: Its timer; 0: none is set.
     timer: int = 0

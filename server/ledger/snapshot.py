@@ -1,22 +1,23 @@
 """The ledger's snapshot: what the next broker has to know, as keys and values of the journal (:mod:`.entries`).
 
-Entries are outcomes, one for each thing that exists, never events that would be replayed. Waiting requests, memory that
-is being allocated or freed, and versions without memory have none: clients ask again, and memory without an entry
-belongs to no version.
+Entries are outcomes, one for each thing that exists, never events to replay. Waiting requests, memory that is being
+allocated or freed, and versions without memory have no entries: clients send their requests again, and memory without
+an entry belongs to no version.
 
-A change marks a key dirty (:meth:`Tables.mark_dirty`); the value is read from the tables when the changes are asked
-for. So a value is always that of the end of a batch of events, and a key marked too often does no harm.
+A change marks a key dirty (:meth:`Tables.mark_dirty`); :meth:`ChangeRecorder.changes` reads the value from the tables.
+So a value is always that of the end of a batch of events, and a key marked too often does no harm.
 
-Reading guesses nothing. A value that cannot be decoded, or that no ledger writes, is corruption and refuses the whole
-snapshot. But a ledger that made a mistake over one event writes what it has: a lease without its session, two current
-versions. No entry is corrupt, and they cannot all be true. So
+Reading guesses nothing. If a value cannot be decoded, or no ledger writes it, it is corrupt, and the whole snapshot is
+refused. But a ledger that made a mistake at one event writes what it has: a lease without its session, two current
+versions. Then no entry is corrupt, but not all of them can be true. So
 
 - an entry that refers to something that does not exist is dropped;
 - a version whose state contradicts its leases, its name or the other versions is lost, as if its memory had gone; of
-  several current versions the one that the name calls the last stays.
+  two or more current versions, the one stays whose number is the last of the name.
 
-Each is a finding. The result must satisfy the invariants, and write the entries that it was made of, except for those
-that were repaired. Otherwise the snapshot is refused. A running ledger is audited in the same way after a mistake.
+Each of these is a finding. The restored tables must satisfy the invariants, and must write the entries from which they
+were read, except those that were repaired. Otherwise the snapshot is refused. A running ledger is audited in the same
+way after a mistake.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ FORMAT_KEY = b"l/format"
 COUNTERS_KEY = b"l/counters"
 
 CONTRADICTED = "what the broker had written down of it contradicted itself"
-"""The reason that holders of a dropped version read; the log has the details."""
+"""The reason that holders of a version that is lost in this way read; the log has the details."""
 
 UNRECORDED = (VersionState.ALLOCATING, VersionState.ENDED)
 """States of versions without memory, which have no entry; after a mistake an ended one may still be in the tables."""
@@ -91,7 +92,7 @@ _COPIED = tuple(field for field in VersionEntry.__struct_fields__ if field not i
 
 
 class ChangeRecorder:
-    """Encodes the entries that changed."""
+    """An encoder of the entries that changed."""
 
     def __init__(self, tables: Tables, counters: Counters | None = None) -> None:
         self._tables = tables
@@ -110,7 +111,7 @@ class ChangeRecorder:
             if self._counters is None:
                 found.append((FORMAT_KEY, encode(FORMAT)))
             found.append((COUNTERS_KEY, encode(now)))
-        tables.dirty_keys, self._counters = {}, now  # not before: there may be no memory for a value
+        tables.dirty_keys, self._counters = {}, now  # not before: encoding a value may fail for want of memory
         return found
 
 
@@ -121,7 +122,7 @@ def full_snapshot(tables: Tables) -> dict[bytes, bytes]:
 
 
 def entries(tables: Tables) -> Iterator[tuple[DirtyKey, SnapshotEntry]]:
-    """Return all entries but the counters."""
+    """Return all entries except the counters."""
     keys: list[DirtyKey] = []
     for session in tables.sessions.values():
         keys.append((Kind.SESSION, session.id, ""))
@@ -174,7 +175,7 @@ def _write_name(tables: Tables, _: int, name: str) -> NameEntry | None:
     pool, (lost, why) = tables.pools.get(name), loss or (0, "")
     if pool is not None and any(version.state not in UNRECORDED for version in pool.versions.values()):
         return NameEntry(last, lost, why, pool.owner, pool.group, pool.mode)
-    if pool is not None and pool.owner is not None:  # of a first draft without memory, which ends with the broker
+    if pool is not None and pool.owner is not None:  # its first draft has no memory yet, and ends with the broker
         previous_owner = pool.owner
     return NameEntry(last, lost, why, None, group, mode, previous_owner) if last else None
 
@@ -249,12 +250,12 @@ def _write_lock(tables: Tables, number: int, _: str) -> LockEntry | None:
 def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | None:
     """Fill empty tables from the items of a journal, in the order in which they were written; return the counters.
 
-    None: the head is to be written anew.
+    None: the format and the counters must be written again.
 
-    What was dropped or lost is among the findings, and dirty.
+    Entries that were dropped or lost are among the findings, and dirty.
 
     Raises:
-        CorruptJournal: the snapshot cannot be used, nor can the tables.
+        CorruptJournal: the snapshot cannot be used; nor can the tables, then.
     """
     tables.resumed = False
     values = {key: value for key, value in items if key.startswith(PREFIX)}
@@ -294,7 +295,7 @@ def load(tables: Tables, items: Iterable[tuple[bytes, bytes]]) -> Counters | Non
 
 
 def _place(key: DirtyKey) -> tuple[int, str]:
-    """Return by what an entry is read after others of its kind. Names keep their order: the oldest are forgotten."""
+    """Return the sort key of an entry among those of its kind. Names keep their order: the oldest are forgotten."""
     kind, number, name = key
     return (0, "") if kind is Kind.NAME else (number, name)
 
@@ -321,7 +322,7 @@ def _read(key: bytes, value: bytes, written: int) -> tuple[DirtyKey, SnapshotEnt
 
 
 def _upgraded(tables: Tables, read: Mapping[DirtyKey, SnapshotEntry]) -> dict[DirtyKey, SnapshotEntry]:
-    """Return entries of an earlier format as this one has them; what becomes another is dirty."""
+    """Return entries of an earlier format in the present one; those that differ are dirty."""
     found: dict[DirtyKey, SnapshotEntry] = {}
     for key, entry in read.items():
         if not isinstance(entry, VersionEntry):
@@ -343,7 +344,7 @@ def _upgraded(tables: Tables, read: Mapping[DirtyKey, SnapshotEntry]) -> dict[Di
 
 
 def _with_writers(read: Mapping[DirtyKey, SnapshotEntry]) -> dict[DirtyKey, SnapshotEntry]:
-    """Return entries of an earlier format, with the writer of each draft: its only lease."""
+    """Return entries of an earlier format, with the writer's lease of each draft: its only lease."""
     leases = {(entry.version, entry.name): key[1] for key, entry in read.items() if isinstance(entry, LeaseEntry)}
     return {
         key: structs.replace(entry, writer_lease=leases.get(key[1:], 0))
@@ -366,7 +367,7 @@ def _check(tables: Tables, before: Mapping[DirtyKey, SnapshotEntry]) -> None:
 
 
 def _lose(tables: Tables, version: Version, why: str) -> None:
-    """Lose a version that contradicts the rest; its memory stays until its last lease ends. Idempotent."""
+    """Mark a version that contradicts the rest as lost; its memory stays until its last lease ends. Idempotent."""
     if (version.state, version.why) == (VersionState.LOST, CONTRADICTED):
         return
     pool = version.pool
@@ -436,7 +437,7 @@ def _read_version(tables: Tables, key: DirtyKey, entry: VersionEntry[Piece]) -> 
 
 
 def _find_memory(tables: Tables, version: Version, piece: Piece) -> Iterator[Allocation | None]:
-    """Yield the allocations of a piece, None for one that is not there or that the version cannot have."""
+    """Yield the allocations of a piece, None for one that does not exist or that the version cannot have."""
     for source in piece.sources:
         ticket = tables.tickets.get(source.ticket)
         if ticket is None or _lacks(version, ticket, piece):
@@ -560,7 +561,7 @@ _WRITERS = {kind: codec.write for kind, codec in _CODECS.items()}
 
 
 def _repair(tables: Tables) -> None:
-    """Lose every version that contradicts the rest of the tables."""
+    """Mark every version that contradicts the rest of the tables as lost."""
     for pool in tuple(tables.pools.values()):
         if pool.owner is not None and not pool.versions:
             tables.findings.append(f"{pool.name} has no owner any more: there is no version of it")
@@ -579,7 +580,7 @@ def _repair(tables: Tables) -> None:
 
 
 def _repair_version(tables: Tables, version: Version) -> None:
-    """A version's state fits its leases."""
+    """Mark a version as lost if its state contradicts its leases."""
     if version.state is VersionState.ALLOCATING:
         _lose(tables, version, "nothing says what became of it")
     elif version.state is VersionState.LOST and not version.why:
@@ -598,7 +599,7 @@ def _repair_version(tables: Tables, version: Version) -> None:
 
 
 def _repair_numbers(tables: Tables, pool: Pool) -> None:
-    """The only version past the last published one is the draft, if there is one."""
+    """Find the draft; mark as lost all other drafts, and all other versions past the last published one."""
     beyond = [version for version in pool.versions.values() if version.number > pool.last]
     if [(version.number, version.state) for version in beyond] == [(pool.last + 1, VersionState.DRAFT)]:
         pool.draft = beyond.pop()
@@ -613,7 +614,7 @@ def _repair_numbers(tables: Tables, pool: Pool) -> None:
 
 
 def _repair_current(tables: Tables, pool: Pool) -> None:
-    """At most one version is current."""
+    """Find the current version; if there are two or more, mark all as lost except the last published one."""
     current = [version for version in pool.versions.values() if version.state is VersionState.CURRENT]
     if len(current) > 1:
         for version in current:
@@ -627,13 +628,13 @@ def _repair_current(tables: Tables, pool: Pool) -> None:
 
 
 class Audit(NamedTuple):
-    """What a mistake left behind."""
+    """The damage that a mistake did to the tables."""
 
     #: Parts of the tables that contradict the rest.
     disagreements: Sequence[str]
     #: What the next broker would drop or lose if it loaded the snapshot now.
     given_up: Sequence[str]
-    #: Why it would refuse the snapshot; empty if it would not.
+    #: Why the next broker would refuse the snapshot; empty if it would not.
     refused: str
 
 

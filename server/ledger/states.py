@@ -3,18 +3,18 @@
 Two rules. Every change of state of these three is in a table here, and nowhere else. This module does not know who
 asked for a change.
 
-A *version* is allocating until all its memory is there. It is a draft until its writer seals it, and then current.
+A *version* is allocating until all its memory is allocated. It is a draft until its writer seals it, and then current.
 Sealing the next version supersedes it; retiring it takes it out of service. A superseded or retired version ends with
-its last lease, except for superseded ones that the policy keeps; a current one never ends by itself. A version whose
-memory went with an earlier broker is lost: it is granted no more, and ends with its last lease, too. A draft that
-readers have attached to is retired, not ended, if its writer gives it up.
+its last lease, except for superseded ones that the policy keeps; a current version does not end. A version whose
+memory ended with an earlier broker is lost: no more leases on it are granted, and it ends with its last lease too. A
+draft that readers have attached to is retired, not ended, if its writer gives it up.
 
-A *ticket* stands for the memory of one version on one device. Its bytes are promised when they are
-asked for, allocated once the device says so, and counted until the device says that they are free. A ticket that
-is cancelled while the device works on it still awaits the outcome: only that tells what there is to count.
+A *ticket* stands for the memory that one draft was given on one device. Its bytes are promised when the ledger requests
+them, allocated once the device reports that, and counted until the device reports them free. A ticket that is cancelled
+while the device works on it still awaits the outcome: only the outcome says how many bytes to count.
 
-A *multicast group* binds all memory of a multicast version. It begins when all of that is allocated, and is unbound
-before any of it is freed.
+A *multicast group* binds all memory of a multicast version. It begins when all that memory is allocated, and is unbound
+before any of the memory is freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TypeVar
 
 
 class VersionState(Enum):
-    """The value is what users read, and what the journal has."""
+    """The states of a version. Users read the value, and the journal has it."""
 
     ALLOCATING = "allocating"
     DRAFT = "draft"
@@ -37,7 +37,7 @@ class VersionState(Enum):
 
 
 class VersionEvent(Enum):
-    """The value says it in event logs."""
+    """The events that change a version's state. The value is the text for event logs."""
 
     FILLED = "all its memory was allocated"
     DROPPED = "its writer gave it up"
@@ -80,7 +80,7 @@ VERSION: Mapping[VersionState, Mapping[VersionEvent, VersionState]] = {
 
 
 class MemoryState(Enum):
-    """The value says it in event logs and error texts."""
+    """The states of a ticket. The value is the text for event logs and errors."""
 
     PROMISED = "promised"
     HELD = "held"
@@ -90,7 +90,7 @@ class MemoryState(Enum):
 
 
 class MemoryEvent(Enum):
-    """The value says it in event logs."""
+    """The events that change a ticket's state. The value is the text for event logs."""
 
     ALLOCATED = "the device allocated it"
     FAILED = "the device could not allocate it"
@@ -122,7 +122,7 @@ ALLOCATED = (MemoryState.HELD, MemoryState.FREEING)
 
 
 class GroupState(Enum):
-    """The value says it in event logs."""
+    """The states of a multicast group. The value is the text for event logs."""
 
     BINDING = "being bound"
     BOUND = "bound"
@@ -132,7 +132,7 @@ class GroupState(Enum):
 
 
 class GroupEvent(Enum):
-    """The value says it in event logs."""
+    """The events that change a multicast group's state. The value is the text for event logs."""
 
     BOUND = "its replicas are bound, or written by copies"
     RELEASED = "its version ended"

@@ -43,7 +43,7 @@ STAGES = {
     MemoryState.CANCELLED: "given up",
     MemoryState.FREEING: "freeing",
 }
-"""What users read of the states of memory."""
+"""The words that users read for the states of memory."""
 
 
 def list_pools(tables: Tables, session: Session, _: messages.ListPools | None = None) -> messages.Pools:
@@ -95,11 +95,11 @@ def list_devices(tables: Tables, session: Session, _: messages.ListDevices | Non
 
 
 def describe(tables: Tables, session: Session, body: messages.Describe) -> messages.Description:
-    """Return the state and layout of one version, a draft too if it is named.
+    """Return the state and layout of one version; of a draft too, if the request names its number.
 
     Raises:
         Denied: ``session`` may not read the pool.
-        NotFound, Retired: there is no such version, or not any more.
+        NotFound, Retired: the version does not exist, or does not exist any more.
     """
     version = _readable(tables, session, body)
     return messages.Description(_pool(version), version.layout, version.plan, _sharing(version))
@@ -119,7 +119,7 @@ def _readable(tables: Tables, session: Session, body: messages.Describe | messag
 
 
 def view(tables: Tables, session: Session, _: messages.Look | None = None) -> messages.View:
-    """Return everything that ``session`` may see; of memory that on the devices that are served."""
+    """Return everything that ``session`` may see; memory on devices that are not served is left out."""
     return messages.View(
         devices=list_devices(tables, session).devices,
         pools=list_pools(tables, session).pools,
@@ -130,11 +130,11 @@ def view(tables: Tables, session: Session, _: messages.Look | None = None) -> me
 
 
 def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
-    """Return each piece of memory whose pool ``session`` may see, then of each device the sum of all others."""
+    """Return the memory of the pools that ``session`` may see, then for each device the sums of all other memory."""
     seen, hidden = [], Counter[tuple[str, str]]()
     for ticket in tables.tickets.values():
         device, pool = ticket.account.device.uuid, ticket.pool
-        if ticket.state not in STAGES or device not in tables.accounts:  # after a mistake, it may be gone
+        if ticket.state not in STAGES or device not in tables.accounts:  # gone: left by a mistake
             continue
         parts, shared = _parts(ticket)
         for (version, stage), nbytes in parts.items():
@@ -153,9 +153,10 @@ def _blocks(tables: Tables, session: Session) -> tuple[BlockInfo, ...]:
 
 
 def _parts(ticket: Ticket) -> tuple[Counter[tuple[int, str]], dict[int, Counter[tuple[int, ...]]]]:
-    """Return the bytes of a ticket by the oldest version that has them, or else had them first, and by stage.
+    """Return the bytes of a ticket, by stage and by the oldest version that has them; if none has, the first that had.
 
-    Also, by the oldest version, those that several have, by the numbers of these; by none if they are too many to tell.
+    Also return, by the oldest version, the bytes that more than one version has, by the numbers of these versions. If
+    there are more than ``MAX_SHARERS``, their numbers are left out.
     """
     parts, shared = Counter[tuple[int, str]](), defaultdict[int, Counter[tuple[int, ...]]](Counter)
     for allocation in ticket.allocations.values():
@@ -171,7 +172,7 @@ def _parts(ticket: Ticket) -> tuple[Counter[tuple[int, str]], dict[int, Counter[
 
 
 def _told(shared: Counter[tuple[int, ...]]) -> tuple[SharedBytes, ...]:
-    """Return the largest sets of versions that share bytes, and the bytes of all others as those of an untold one."""
+    """Return the largest sets of versions that share bytes, then all other shared bytes as those of an empty set."""
     told = [SharedBytes(*item) for item in shared.most_common() if item[0]][:MAX_SHARERS]
     rest = shared.total() - sum(each.nbytes for each in told)
     return (*told, SharedBytes((), rest)) if rest else tuple(told)
@@ -210,7 +211,7 @@ def _awaits(waiter: Waiter) -> str:
 
 
 def _state(version: Version) -> str:
-    """Return what users read of a version's state."""
+    """Return the word that users read for a version's state."""
     state = VersionState.DRAFT if version.state is VersionState.ALLOCATING else version.state
     return str(state.value)
 
@@ -244,7 +245,7 @@ def _pool(version: Version) -> PoolInfo:
 
 
 def _sharing(version: Version) -> tuple[SharingInfo, ...]:
-    """Return what a version shares with each other one, oldest first."""
+    """Return how much memory a version shares with each other version, oldest first."""
     allocations, nbytes = Counter[int](), Counter[int]()
     for allocation in version.allocations:
         for other in allocation.versions:
@@ -255,7 +256,7 @@ def _sharing(version: Version) -> tuple[SharingInfo, ...]:
 
 
 def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Story:
-    """Tell the last events of a pool, or of a session; ended ones, too.
+    """Return the last events of a pool or of a session, also if that has ended.
 
     Raises:
         Denied: ``session`` may not read the pool.

@@ -53,7 +53,7 @@ class Kind(StrEnum):
 
 
 DirtyKey = tuple[Kind, int, str]
-"""A snapshot entry that has to be written: its kind, number and name; 0 and empty where it has none."""
+"""A snapshot entry that has to be written: its kind, number and name; 0 and empty if it has none."""
 
 
 class Counter:
@@ -73,7 +73,7 @@ class Counter:
 class Tables:
     """All records of a ledger. Only the modules of this package change them."""
 
-    #: Those that the broker serves.
+    #: The devices that the broker serves.
     devices: InitVar[Sequence[Budget]]
     #: The user that the broker runs as.
     uid: int
@@ -84,7 +84,7 @@ class Tables:
     #: Places that the store has; None: there is no store.
     store: int | None = None
 
-    #: The time of the event that is being handled, in seconds since 1970; messages can carry it.
+    #: The time of the event that is being handled, in seconds since 1970, within the bounds of messages.
     now: float = 0.0
     effects: list[Effect] = field(default_factory=list)
 
@@ -133,7 +133,7 @@ class Tables:
     dirty_keys: dict[DirtyKey, None] | None = field(init=False)
     #: False while a restored ledger is being told of lost sessions and memory.
     resumed: bool = True
-    #: What of the snapshot contradicted the rest and was dropped or lost, one sentence each.
+    #: The parts of the snapshot that contradicted the rest and were dropped or lost, one sentence each.
     findings: list[str] = field(default_factory=list)
 
     #: Whether durable memory outlives the broker, in a store that does not end with it.
@@ -155,7 +155,7 @@ class Tables:
         self.outlives_broker = self.store is not None
 
     def lends(self, *, durable: bool) -> bool:
-        """Whether new leases are granted, on ``durable`` memory or on other."""
+        """Whether new leases are granted, on memory that is ``durable`` or on memory that is not."""
         return not self.drained and (self.shutdown_leases is None or (durable and self.outlives_broker))
 
     def ends_with_broker(self, version: Version) -> bool:
@@ -168,11 +168,11 @@ class Tables:
             self.dirty_keys[kind, number, name] = None
 
     def note(self, record: Session | Pool, text: str) -> None:
-        """Add an event of now to the log of a session or a pool."""
+        """Add an event, with the present time, to the log of a session or a pool."""
         record.log.append((self.now, text))
 
     def advance(self, table: Mapping[S, Mapping[E, S]], state: S, event: E, pool: Pool, what: str) -> S:
-        """Return the state that the table has after ``event``, and note it of a pool; raises ``Impossible``."""
+        """Return the state that the table has after ``event``, and note it in a pool's log; raises ``Impossible``."""
         after = step(table, state, event, pool.log)
         self.note(pool, f"{what} is {after.value}: {event.value}")
         return after
