@@ -225,18 +225,19 @@ def fetch_pool(
     common: dict[str, Any] = {
         "directory": directory,
         "certificates": certificates,
-        "devices": None if following and not chosen else _uuids(directory, chosen or FIRST),
+        "devices": _uuids(directory, chosen) if chosen else None,
         "share": share,
         "mode": mode,
         "durable": durable,
         "width": width,
         "patience": patience,
+        "connect_timeout": options.timeout(),
     }
     sources = known_peers(hosts or ())
     if following:
         _follow(reference.name, sources, common, metrics, as_json=as_json)
         return
-    with progress(f"fetching {reference.name}") as report:
+    with progress(f"fetching {reference.name}") as report, options.hinting_at_timeout():
         fetched = fetch(
             reference.name,
             sources,
@@ -248,10 +249,6 @@ def fetch_pool(
             **common,
         )
     _tell(fetched, as_json=as_json)
-
-
-FIRST = ("0",)
-"""The device that gets a copy if none is named."""
 
 
 def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:

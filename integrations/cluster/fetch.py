@@ -19,6 +19,7 @@ import msgspec
 
 from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
+from cubroker.client.transport.handshake import Silent
 from cubroker.client.transport.requests import seconds, version_number
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection, resolve
@@ -61,6 +62,7 @@ def fetch(
     wait: float = 0.0,
     width: int = WIDTH,
     patience: float = PATIENCE,
+    connect_timeout: float | None = None,
     progress: OnProgress | None = None,
 ) -> Fetched:
     """Fetch a version of a pool from other hosts, and publish it as the next version of the pool of that name here.
@@ -87,6 +89,7 @@ def fetch(
         wait: seconds to wait for a source that has it and has room for a reader, for room here, and for other writers.
         width: how many sources are read from at once, at most.
         patience: seconds that a source may bring nothing, and that a fetch which has begun looks for another.
+        connect_timeout: seconds that this host's broker may take to open the session, as for :class:`cubroker.Broker`.
         progress: called by this thread, now and then, with bytes that are there and bytes in all.
 
     Raises:
@@ -99,9 +102,10 @@ def fetch(
         Unsupported: the engine is not installed here (``cubroker[nixl]``).
         CubrokerError: of the broker, as :meth:`cubroker.Broker.create` says. No error leaves anything of the draft.
     """
-    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
+    terms = {"share": share, "mode": mode, "durable": durable, "width": width}
+    limits = {"patience": patience, "connect_timeout": connect_timeout}
     asked = {"version": version_number(version), "if_absent": if_absent, "owners": uids(owner), "wait": seconds(wait)}
-    return carry_out(_ordered(name, sources, directory, certificates, devices, **terms, **asked), progress)
+    return carry_out(_ordered(name, sources, directory, certificates, devices, **terms, **limits, **asked), progress)
 
 
 def follow(
@@ -116,6 +120,7 @@ def follow(
     durable: bool | None = None,
     width: int = WIDTH,
     patience: float = PATIENCE,
+    connect_timeout: float | None = None,
     progress: OnProgress | None = None,
     failed: Callable[[CubrokerError], None] | None = None,
 ) -> Iterator[Fetched]:
@@ -135,6 +140,7 @@ def follow(
         durable: whether the versions outlive the broker.
         width: how many sources are read from at once.
         patience: seconds that a source may bring nothing.
+        connect_timeout: seconds that this host's broker may take to open each session.
         progress: called with bytes that are there and bytes in all.
         failed: called with every error that passes by itself: a source that is away, no room for the moment.
 
@@ -142,8 +148,10 @@ def follow(
         Denied: a side does not take the other's certificate, or this user may not publish here.
         CubrokerError: any other that does not pass by itself.
     """
-    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
-    order = _ordered(name, sources, directory, certificates, devices, **terms, if_changed=True, wait=PAUSES[1])
+    terms = {"share": share, "mode": mode, "durable": durable, "width": width}
+    limits = {"patience": patience, "connect_timeout": connect_timeout}
+    asked = {"if_changed": True, "wait": PAUSES[1]}
+    order = _ordered(name, sources, directory, certificates, devices, **terms, **limits, **asked)
     if not order.peers:
         raise Unavailable(f"{name} cannot be followed: no host is known")
     return _following(order, progress, failed or (lambda _: None))
@@ -228,8 +236,9 @@ def _ordered(
         raise Invalid(f"an argument of this fetch is of another type: {error}") from None
     if order.width < 1:
         raise Invalid(f"width is {order.width}, and at least 1 source is read from")
-    if not 0 < order.patience <= MAX_WAIT:
-        raise Invalid(f"patience is {order.patience:g} s; it has to be more than 0, up to {MAX_WAIT:g}")
+    for what, limit in (("patience", order.patience), ("connect_timeout", order.connect_timeout)):
+        if limit is not None and not 0 < limit <= MAX_WAIT:
+            raise Invalid(f"{what} is {limit:g} s; it has to be more than 0, up to {MAX_WAIT:g}")
     identity.asking_context(Path(order.certificates))  # or say once that it cannot be used, and not for each source
     return order
 
@@ -265,7 +274,7 @@ def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
                 if told.progress and progress:
                     progress(*told.progress)
                 if told.error:
-                    raise from_code(*told.error)
+                    raise Silent(told.error[1]) if told.silent else from_code(*told.error)
                 if told.fetched:
                     return told.fetched
             raise Unavailable(

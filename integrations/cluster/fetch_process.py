@@ -35,6 +35,7 @@ from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.client.devices import find
 from cubroker.client.loading.loader import trusted
 from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
+from cubroker.client.transport.handshake import Silent
 from cubroker.integrations.cluster import engine, identity
 from cubroker.integrations.cluster.announcements import DraftAnnouncement
 from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Order, StatusLine
@@ -75,7 +76,7 @@ class Fetch:
         """Do what is ordered; arguments and errors are those of :func:`~cubroker.integrations.cluster.fetch.fetch`."""
         order = self._order
         with ExitStack() as undo:
-            broker = undo.enter_context(Broker(order.directory))
+            broker = undo.enter_context(Broker(order.directory, connect_timeout=order.connect_timeout))
             self._sources.own = identity.host(broker.directory)
             order = msgspec.structs.replace(order, devices=_uuids(broker, order))
             if order.if_absent:  # those that wait for their turn hold nothing at the sources
@@ -332,7 +333,7 @@ def main() -> None:
             _say(StatusLine(fetched=fetched))
             status = 0
         except CubrokerError as error:
-            _say(StatusLine(error=(error.code, error.message)))
+            _say(StatusLine(error=(error.code, error.message), silent=isinstance(error, Silent)))
             status = 0
         finally:
             if status:

@@ -288,6 +288,8 @@ class Order(Struct, frozen=True):
     width: int = WIDTH
     #: Seconds that a source may bring nothing, and that the fetch goes on without any.
     patience: float = PATIENCE
+    #: Seconds that the broker may take to open the session; None: as long as by default.
+    connect_timeout: float | None = None
     #: The one of the sources whose version it is to be, as an address; empty: the first that has it.
     leader: str = ""
 
@@ -322,6 +324,8 @@ class StatusLine(Struct, frozen=True):
     fetched: Fetched | None = None
     #: The code and the text of an error.
     error: tuple[str, str] | None = None
+    #: Whether it is that the broker here has not answered in time.
+    silent: bool = False
 
 
 Request: TypeAlias = PeerHello | List | Open | WatchPool | Progress

@@ -220,7 +220,11 @@ def test_what_is_there_is_not_fetched_again(certificates: Certificates, director
     options = ("--if-absent", "--from", "gpu-1", "--directory", directory, "--certificates", certificates.host)
     done = run("fetch", name, *options, "--owner", accounts.user_name())
     assert (done.returncode, done.stdout) == (0, f"{name}@1: already there (2 tensors, 1.0 KiB); nothing fetched\n")
+    with Broker(directory) as broker:
+        before = broker.session
     told = json.loads(run("fetch", name, *options, "--json").stdout)
+    with Broker(directory) as broker:
+        assert broker.session == before + 2  # the fetch takes one
     assert {*told} == KEYS
     assert (told["schema"], told["name"], told["version"], told["fetched"]) == (1, name, 1, False)
 

@@ -247,6 +247,8 @@ def test_without_nixl_the_extra_is_named(
         ({"width": 0}, Invalid, "width is 0"),
         ({"patience": 0.0}, Invalid, "patience is 0"),
         ({"patience": inf}, Invalid, "patience is inf s; it has to be more than 0, up to 604800"),
+        ({"connect_timeout": 0.0}, Invalid, "connect_timeout is 0 s; it has to be more than 0, up to 604800"),
+        ({"connect_timeout": inf}, Invalid, "connect_timeout is inf s"),
         ({"wait": -1.0}, Invalid, r"a wait of -1\.0 seconds"),
         ({"wait": inf}, Invalid, "a wait of inf seconds"),
         ({"devices": [], "if_absent": True}, Invalid, "devices is empty; name at least one, or leave it out"),
