@@ -221,7 +221,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
 
     Raises:
         NotFound: there is no authority.
-        Exists: the folder has a certificate, or another authority's.
+        Exists: the folder has a certificate, or another authority's, or an authority's key.
         Invalid: the authority cannot be read, or a user or a host cannot be named so.
         Unsupported: the package ``cryptography`` is not installed.
     """
@@ -232,6 +232,8 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
     if not (0 < len(user.encode(errors="replace")) <= 64 and user.isprintable()):
         raise Invalid(f"{user[:80]!r} cannot be the user of a certificate; give the name of an account")
     signer, issuer = _authority(authority)
+    if (folder / AUTHORITY_KEY).exists():
+        raise Exists(f"{folder} has the key of an authority, which no host may get; name another folder")
     if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
         raise Exists(f"{folder} has a certificate, which is not replaced; name another folder, or delete it first")
     if (folder / CA).exists() and (folder / CA).read_bytes() != _text(issuer):
@@ -265,7 +267,7 @@ def revoke(authority: Path, certificate: Path) -> Path:
 
     Raises:
         NotFound: there is no authority, or no certificate.
-        Invalid: it is no certificate of that authority.
+        Invalid: it is no certificate of that authority, or its own.
         Unsupported: the package ``cryptography`` is not installed, or the folder's filesystem has no locks.
     """
     with needing("revoking certificates", "cubroker[nixl]"):
@@ -278,6 +280,11 @@ def revoke(authority: Path, certificate: Path) -> Path:
         found.verify_directly_issued_by(issuer)  # names prove nothing: most authorities have the same one
     except (ValueError, TypeError, InvalidSignature):
         raise Invalid(f"{certificate} is of another authority than {authority}, which cannot revoke it") from None
+    if found.public_key() == issuer.public_key():
+        raise Invalid(
+            f"{certificate} is the authority's own certificate, which no list revokes; make another authority, and"
+            f" replace all its certificates and {CA} on every host"
+        )
     now, path = datetime.now(UTC), authority / REVOKED
     entries = {found.serial_number: now}
     with _alone(authority):

@@ -320,6 +320,16 @@ def test_the_certificate_of_another_authority_is_not_replaced(authority: Path, t
     assert contents(folder) == before
 
 
+def test_a_certificate_is_not_put_beside_the_key_of_an_authority(authority: Path, tmp_path: Path) -> None:
+    other = make_authority(tmp_path / "other").parent
+    (tmp_path / "link").symlink_to(authority)
+    for folder in (authority, other, tmp_path / "link", authority / ".." / authority.name):
+        before = contents(folder)
+        with pytest.raises(Exists, match=r"has the key of an authority, which no host may get; name another folder"):
+            issue(authority, folder, "root")
+        assert contents(folder) == before
+
+
 @pytest.mark.parametrize("name", ["ca.pem", "ca-key.pem"])
 def test_without_an_authority_nothing_is_made(authority: Path, tmp_path: Path, name: str) -> None:
     (authority / name).unlink()
@@ -471,6 +481,13 @@ def test_an_authority_revokes_only_what_is_its_own(authority: Path, tmp_path: Pa
     for certificate in (foreign, renamed):
         with pytest.raises(Invalid, match="is of another authority than"):
             revoke(authority, certificate)
+    assert not (authority / "crl.pem").exists()
+
+
+def test_an_authority_does_not_revoke_itself(authority: Path) -> None:
+    """Lists are asked about those who speak, and an authority does not: it would go on being believed."""
+    with pytest.raises(Invalid, match=r"ca\.pem is the authority's own .*; make another authority, and replace all"):
+        revoke(authority, authority / "ca.pem")
     assert not (authority / "crl.pem").exists()
 
 
