@@ -196,6 +196,9 @@ class Exporter:
         rules: what is offered, and to how many.
         meter: is told what happens.
         connect: opens the session, in a thread of its own.
+
+    Raises:
+        CubrokerError: as :func:`~cubroker.integrations.cluster.identity.serving_context` and ``check_serving`` say.
     """
 
     def __init__(
@@ -212,6 +215,7 @@ class Exporter:
         self._rules = rules or Rules()
         self._meter: Meter = meter or Meter()
         self._context = identity.serving_context(certificates)
+        identity.check_serving(self._context, certificates)
         self._broker: Broker | None = None
         self._peers: set[_Peer] = set()
         #: Those that read, by their places.
@@ -249,10 +253,16 @@ class Exporter:
     def reload(self) -> None:
         """Use the certificates that are in the folder now, for connections to come.
 
+        If every host refuses them, a line in the log says so; peers that were revoked are kept out all the same.
+
         Raises:
             CubrokerError: as :func:`~cubroker.integrations.cluster.identity.serving_context`; nothing has changed then.
         """
         self._context = identity.serving_context(self._certificates)  # a new one: it forgets an authority that is gone
+        try:
+            identity.check_serving(self._context, self._certificates)
+        except Invalid as error:
+            log.error(error.message)
 
     @property
     def _strangers(self) -> int:

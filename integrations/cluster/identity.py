@@ -77,6 +77,29 @@ def serving_context(folder: Path) -> ssl.SSLContext:
     return context
 
 
+def check_serving(context: ssl.SSLContext, folder: Path) -> None:
+    """Look at the certificate of a :func:`serving_context` as every host does that connects.
+
+    By which name these ask for it, and it has to have, is not known here.
+
+    Raises:
+        Invalid: none would take it: it is not valid now, was revoked, is of another authority or not for servers.
+    """
+    asking, incoming, outgoing = asking_context(folder), ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking.check_hostname = False
+    own = context.wrap_bio(incoming, outgoing, server_side=True)
+    peer = asking.wrap_bio(outgoing, incoming)
+    try:
+        for side in (peer, own, peer):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise Invalid(
+            f"{folder / CERTIFICATE} is of no use to an exporter: every host refuses it: {error.verify_message};"
+            " issue another, by `cubroker certificates issue --host`"
+        ) from None
+
+
 def asking_context(folder: Path) -> ssl.SSLContext:
     """Return what a fetching host connects with; raises as :func:`serving_context` does."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, folder)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +202,43 @@ def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_certificate_without_a_host_cannot_serve(directory: Path, certificates: Certificates) -> None:
-    with (
-        exporting(directory, certificates.of("root")) as serving,
-        pytest.raises(Denied, match=r"is not taken for an exporter of this cluster: unsuitable certificate purpose"),
+def test_a_certificate_that_no_peer_takes_does_not_serve(
+    directory: Path, certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = partial(identity.issue, certificates.authority, user="root", hosts=[HOST])
+    lost = new(folder=tmp_path / "lost").parent
+    identity.revoke(certificates.authority, lost).rename(lost / "crl.pem")
+    foreign = new(folder=tmp_path / "foreign").parent
+    (foreign / "ca.pem").write_bytes(identity.make_authority(tmp_path / "other").read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "EARLY", timedelta(days=-1))
+        early = new(folder=tmp_path / "early", days=2).parent
+    for folder, why in (
+        (certificates.of("root", HOST, days=-0.001), "certificate has expired"),
+        (early, "certificate is not yet valid"),
+        (foreign, "unable to get local issuer certificate"),
+        (certificates.of("root"), "unsuitable certificate purpose"),
+        (lost, "certificate revoked"),
     ):
-        serving.greet(certificates.host)
+        with pytest.raises(Invalid, match=f"cert.pem is of no use to an exporter: .*{why}; issue another"):
+            exporter.Exporter(directory, folder)
+    exporter.Exporter(directory, _of_servers(certificates, tmp_path))  # one that fetches nothing
+
+
+def test_revoked_ones_are_refused_after_a_reload_also_where_the_own_one_is_revoked(
+    directory: Path, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = identity.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    peer = identity.issue(certificates.authority, tmp_path / "peer", "root").parent
+    with exporting(directory, folder) as serving:
+        serving.greet(peer)
+        for each in (folder, peer):
+            revoked = identity.revoke(certificates.authority, each)
+        revoked.rename(folder / "crl.pem")
+        serving.call(serving.service.reload)
+        assert "cert.pem is of no use to an exporter: " in caplog.text
+        with pytest.raises(Denied, match="was revoked"):
+            serving.greet(peer)
 
 
 def test_a_certificate_is_for_the_names_that_it_has(directory: Path, certificates: Certificates) -> None:
