@@ -71,6 +71,14 @@ def _hosts(value: str) -> tuple[str, ...]:
     return hosts
 
 
+def _certified(value: str) -> str:
+    try:
+        identity.check_host(value)
+    except Invalid as error:
+        raise click.BadParameter(error.message) from None
+    return value
+
+
 certificates_folder = click.option(
     "--certificates",
     type=options.PATH,
@@ -413,7 +421,9 @@ def make_authority(folder: Path, days: int) -> None:
 @click.option(
     "--host",
     "hosts",
+    type=_certified,
     multiple=True,
+    metavar="HOST",
     help="A name or address by which others reach the holder's host; may be given several times. Without it the"
     " certificate is for fetching alone.",
 )

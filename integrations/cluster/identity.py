@@ -271,7 +271,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False)
     )
     if hosts:
-        builder = builder.add_extension(x509.SubjectAlternativeName([_reached(host) for host in hosts]), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName([*map(_reached, hosts)]), critical=False)
     certificate = builder.sign(signer, hashes.SHA256())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     common = [] if (folder / CA).exists() else [(folder / CA, _text(issuer), 0o644)]
@@ -447,23 +447,36 @@ def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
 
 
 def can_be_host(host: str) -> bool:
-    """Whether the system's functions take a text for a name or an address, and not for a fault of their caller."""
+    """Whether the system's functions take a text for a name or an address, and not for a fault of their caller.
+
+    Nor for an address that the user did not mean: to them ``1.2.3`` is ``1.2.0.3``.
+    """
     try:
-        return bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
+        known = bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
     except UnicodeError:  # a part is empty, or too long
         return False
+    return known and (host.strip("0123456789.") != "" or _address(host) is not None)
+
+
+def check_host(host: str) -> None:
+    """Raise ``Invalid`` unless a certificate can be for a host of this name or address."""
+    if _address(host) is None and (not host.isascii() or ":" in host or not can_be_host(host)):
+        raise Invalid(f"{host[:80]!r} is no name or address of a host: write it as gpu-1 or 10.0.0.1, without a port")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def _reached(host: str) -> Any:
     from cryptography import x509
 
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    if not host.isascii() or ":" in host or not can_be_host(host):
-        raise Invalid(f"{host[:80]!r} is no name or address of a host; leave out the port")
-    return x509.DNSName(host)
+    check_host(host)
+    address = _address(host)
+    return x509.DNSName(host) if address is None else x509.IPAddress(address)
 
 
 def _new_key() -> Any:

@@ -46,6 +46,7 @@ def test_an_address_is_a_host_and_perhaps_a_port(text: str, host: str, port: int
         *("", ":", ":80", "gpu-1:", "gpu-1:http", "gpu-1:-1", "gpu-1:+1", "gpu-1:٣", "gpu 1", "gpu/1", "a\0b", "a\nb"),
         *("[]", "[]:80", "[::1", "[::1:80", "::1]", "gpu]", "[gpu", "[::1]80", "[::1]:", "[[::1]]"),
         *(".", "a..b", ".a", "a" * 64, f"{'a' * 64}.example:80"),
+        *("1.2.3", "1.2.3:80", "10.0.0.256", "10.0.0.1.", "7:80"),
     ],
 )
 def test_what_names_no_exporter_says_how_one_is_written(text: str) -> None:

@@ -290,7 +290,13 @@ def test_a_name_that_no_account_has_is_invalid(authority: Path, tmp_path: Path, 
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("host", ["", "gpu-1:7411", "gpu 1", "gpu/1", "münchen", "[::1]", "a" * 64, "a..b", "a\0b"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("", "gpu-1:7411", "gpu 1", "gpu/1", "münchen", "[::1]", "a" * 64, "a..b", "a\0b"),
+        *("1.2.3", "10.0.0.256", "10.0.0.1.", "10.0.0.01", "7", "10.0.0.1:7411", "::1::"),
+    ],
+)
 def test_a_name_that_no_host_has_is_invalid(authority: Path, tmp_path: Path, host: str) -> None:
     with pytest.raises(Invalid, match="is no name or address of a host"):
         issue(authority, tmp_path / "new", "root", ["gpu-1", host])
