@@ -20,6 +20,7 @@ import msgspec
 
 from cubroker.cli import completion, format, options
 from cubroker.cli.load import progress
+from cubroker.client.transport.handshake import NotServing
 from cubroker.integrations.cluster import exporter, identity
 from cubroker.integrations.cluster.connection import (
     PEERS_FILE,
@@ -137,7 +138,7 @@ def export(
     NAME is a pool's, or a pattern such as 'qwen*'; without any, all that this user may attach to. A host needs a
     certificate of the cluster's authority, and gets the pools that the user may attach to whom it names.
     """
-    with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
+    with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}"), NotServing):
         meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
         service = exporter.Exporter(directory, identity.find_folder(certificates), rules, meter, options.connector())

@@ -20,7 +20,6 @@ import click
 from cubroker.cli import format, options, signals
 from cubroker.protocol.errors import CubrokerError, Unavailable
 
-NO_BROKER = 3
 INTERRUPTED = 130
 
 GREETING = 3.0
@@ -159,7 +158,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except (CubrokerError, OSError) as error:
         format.complain(format.reason(error))
-        return NO_BROKER if isinstance(error, Unavailable) else options.REFUSED
+        return options.NO_BROKER if isinstance(error, Unavailable) else options.REFUSED
 
 
 def _open_streams() -> None:

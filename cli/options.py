@@ -34,6 +34,9 @@ FOUND = "found directory"
 REFUSED = 1
 """Exit status of a command that was refused."""
 
+NO_BROKER = 3
+"""Exit status of a command that found no broker."""
+
 Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
 """The content of a plan's file: the device, by index or UUID, for tensors by name or pattern."""
 
@@ -170,11 +173,12 @@ def plan(value: str) -> dict[str, str]:
 
 
 @contextmanager
-def reported(say: Callable[[str], None]) -> Iterator[None]:
+def reported(say: Callable[[str], None], absent: type[CubrokerError] | tuple[()] = ()) -> Iterator[None]:
     """Report a failure by ``say`` and end with status 1, for commands that must not wait for a reader of their errors.
 
     Args:
         say: writes one line to standard error without blocking.
+        absent: the failure that is status 3: no broker serves.
 
     Raises:
         Exit: instead of a ``CubrokerError`` or ``OSError``.
@@ -183,7 +187,7 @@ def reported(say: Callable[[str], None]) -> Iterator[None]:
         yield
     except (CubrokerError, OSError) as error:
         say(format.reason(error))
-        raise click.exceptions.Exit(REFUSED) from None
+        raise click.exceptions.Exit(NO_BROKER if isinstance(error, absent) else REFUSED) from None
 
 
 def _chosen(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
