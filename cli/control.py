@@ -64,6 +64,8 @@ def drain(directory: Path, wait: float | None, off: bool) -> None:
     until --off or its end; with a store the next broker goes on like that. For root, and the user who runs the
     broker.
     """
+    if off and wait is not None:
+        raise click.UsageError("--off has the broker lend again at once: leave out --wait")
     with options.connect(directory) as broker:
         broker.drain(on=not off)
         if off:

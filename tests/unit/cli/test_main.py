@@ -112,6 +112,7 @@ def test_a_value_that_an_option_cannot_have_is_wrong_usage(
         ["show", "llama@0"],
         ["retire", "llama@latest"],
         ["verify", "llama"],
+        ["drain", "--off", "--wait", "1"],
         ["ls", "--yaml"],
         ["demo", "one", "two"],
     ],
