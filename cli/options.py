@@ -162,11 +162,16 @@ device = DeviceName()
 
 
 def plan(value: str) -> dict[str, str]:
-    """Read a file that says of tensors, by name or pattern, on which device they go, or fail as wrong usage."""
+    """Read a file that says of tensors, by name or pattern, on which device they go, or fail as wrong usage.
+
+    It is read as the header of a checkpoint is: no key may be there twice.
+    """
+    from cubroker.client.loading.safetensors import FormatError, parse_json
+
     path = Path(str(PATH.convert(value, None, None)))
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Plan)
-    except msgspec.DecodeError as error:
+        found = parse_json(path.read_bytes(), Plan)
+    except FormatError as error:
         reason = f'{path} is no plan, as {{"layers.1.*": 1, "*": 0}} is one: {error}'
         raise click.BadParameter(reason) from None
     return {tensor: str(device) for tensor, device in found.items()}

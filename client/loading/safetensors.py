@@ -83,7 +83,7 @@ def parse_header(header: bytes, room: int) -> dict[str, TensorInfo]:
 
 def parse_index(raw: bytes) -> dict[str, str]:
     """Return the name of the shard of every tensor that an index names."""
-    return _parse_json(raw, _ShardIndex).weight_map
+    return parse_json(raw, _ShardIndex).weight_map
 
 
 def _entries(header: bytes) -> dict[str, TensorInfo]:
@@ -113,7 +113,7 @@ def _usual_entries(header: bytes) -> dict[str, TensorInfo] | None:
 
 
 def _strict_entries(header: bytes) -> dict[str, TensorInfo]:
-    sections = _parse_json(header, dict[str, Any])
+    sections = parse_json(header, dict[str, Any])
     try:
         msgspec.convert(sections.pop("__metadata__", None), dict[str, str] | None)
         return msgspec.convert(sections, dict[str, TensorInfo])
@@ -141,7 +141,7 @@ def _mistake(info: TensorInfo, end: int, room: int) -> str | None:
     return None
 
 
-def _parse_json(raw: bytes, form: type[T]) -> T:
+def parse_json(raw: bytes, form: type[T]) -> T:
     """Decode JSON as a ``form``; refuses a key that appears twice, as the format asks."""
     try:
         return msgspec.convert(json.loads(raw.decode(), object_pairs_hook=_unique), form)

@@ -177,7 +177,13 @@ def test_a_plan_that_is_none_is_wrong_usage(directory: Path, path: Path, tmp_pat
     plan = tmp_path / "plan.json"
     done = run("load", name, path, "--plan", plan, "--directory", directory)
     assert (done.returncode, done.stderr) == (1, f"cubroker: {plan}: No such file or directory\n")
-    for text, says in (("{", "truncated"), ('{"*": 1.5}', "Expected"), ("{}", "length >= 1")):
+    for text, says in (
+        ("{", "Expecting"),
+        ("\0", "Expecting"),
+        ('{"*": 1.5}', "Expected"),
+        ("{}", "length >= 1"),
+        ('{"a": 0, "*": 1, "a": 1}', "'a' appears twice"),
+    ):
         plan.write_text(text)
         done = run("load", name, path, "--plan", plan, "--directory", directory)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
