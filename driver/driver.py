@@ -452,10 +452,10 @@ def parse_spec(spec: str) -> _HostDevices | tuple[str, ...] | None:
 
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = int(match["size"]) * _UNITS[match["unit"]] if match["size"] else installed // 2 // count
-    size -= size % BLOCK
     if not BLOCK <= size < 1 << 47:
-        raise ValueError(f"{spec!r} gives a device {size} bytes; it needs {BLOCK} at least, and less than {1 << 47}")
+        bounds = f"{BLOCK} at least, and less than {1 << 47}"
+        raise ValueError(f"{spec!r} gives a device {size} bytes; it needs {bounds}, as in host:{count}@64MiB")
     island = int(match["island"] or count)
     if not 0 < island <= count:
         raise ValueError(f"{spec!r} makes groups of {island} devices; they can be of 1 to {count}")
-    return _HostDevices(count, size, island)
+    return _HostDevices(count, size - size % BLOCK, island)
