@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import Denied, Invalid, NotFound, explain
 
 CACHE = ".cubroker-digests.json"
@@ -197,7 +198,7 @@ def _write(path: Path, digests: Mapping[str, _Kept]) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError, UnicodeEncodeError):
         try:
-            draft.write_bytes(msgspec.json.encode(digests))
+            draft.write_bytes(encode_json(digests))
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)

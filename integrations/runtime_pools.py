@@ -43,6 +43,7 @@ from cubroker.integrations.runtime_manifest import (
     read_source,
     some,
 )
+from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import Invalid
 
 try:
@@ -243,7 +244,7 @@ def publish(
                 f" {difference(like, made)}; nothing was published: publish it without `like`, for new modules"
             )
         manifest = like
-    arrays[MANIFEST] = torch.frombuffer(bytearray(msgspec.json.encode(manifest)), dtype=torch.uint8)
+    arrays[MANIFEST] = torch.frombuffer(bytearray(encode_json(manifest)), dtype=torch.uint8)
     arrays[SOURCE] = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     devices = None if device is None else (device,)
     return broker.publish(name, arrays, devices=devices, **terms)

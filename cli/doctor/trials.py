@@ -22,6 +22,7 @@ import msgspec
 from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
 from cubroker.driver import Context, Device, Driver, DriverError, load
 from cubroker.driver.buffers import round_up
+from cubroker.protocol.encoding import encode, encode_json
 from cubroker.protocol.messages import IPC, VMM
 from cubroker.server.hardening import PR_SET_PDEATHSIG, prctl, python_command
 
@@ -48,7 +49,7 @@ def main(parent: str, task: str, spec: str, index: str = "0") -> None:
     if os.getppid() != int(parent):
         return  # it ended before it could be followed
     result = survey(spec) if task == "survey" else attempt(task, spec, int(index))
-    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    sys.stdout.write(encode_json(result).decode() + "\n")
 
 
 # -- asking the driver -----------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def ask_worker(task: str, driver: Driver, index: int, order: Shared) -> Trial:
     """Have another process do its part; it ends with this one."""
     done = subprocess.run(  # noqa: S603
         trial_command(task, driver.spec, str(index)),
-        input=msgspec.msgpack.encode(order),
+        input=encode(order),
         capture_output=True,
         pass_fds=[] if order.descriptor < 0 else [order.descriptor],
         check=False,

@@ -27,6 +27,7 @@ from cubroker.integrations.cluster.engine import engine_command
 from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
+from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported, from_code
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO
@@ -229,7 +230,7 @@ def _ordered(
     )
     try:
         msgspec.convert(msgspec.to_builtins(order), Order)  # as the process will, which could not say it so
-        msgspec.json.encode(order)
+        encode_json(order)
     except UnicodeEncodeError as error:
         raise Invalid(f"{error.object!r} is not UTF-8, as all of an order has to be; choose another name") from None
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
@@ -261,7 +262,7 @@ def _devices(given: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
 
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
     """Have a process do what is ordered, and return what it did; raises as :func:`fetch` does."""
-    command, ordered = engine_command(MODULE), msgspec.json.encode(order) + b"\n"
+    command, ordered = engine_command(MODULE), encode_json(order) + b"\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
         assert process.stdin is not None
         assert process.stdout is not None

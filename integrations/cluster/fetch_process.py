@@ -52,6 +52,7 @@ from cubroker.integrations.cluster.source_thread import (
     Wrong,
 )
 from cubroker.integrations.cluster.sources import piece_size
+from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import Corrupted, CubrokerError, NotFound, Unavailable
 from cubroker.protocol.layout import Layout
 
@@ -284,7 +285,7 @@ _out = sys.stdout.buffer
 
 
 def _say(told: StatusLine) -> None:
-    _out.write(msgspec.json.encode(told) + b"\n")
+    _out.write(encode_json(told) + b"\n")
     _out.flush()
 
 
