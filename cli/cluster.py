@@ -34,7 +34,7 @@ from cubroker.integrations.cluster.connection import (
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.sources import WIDTH
-from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, needing
+from cubroker.protocol.errors import CubrokerError, Invalid, needing
 from cubroker.server import logs
 from cubroker.server.store import sd_notify
 
@@ -480,7 +480,7 @@ def _serve_metrics(address: PeerAddress) -> None:
     """Serve the figures of this process until it ends, by the library's own server.
 
     Raises:
-        Unavailable: the address cannot be listened at.
+        CubrokerError: the address cannot be listened at.
         Unsupported: prometheus-client is not installed.
     """
     with needing("metrics", "cubroker[server]"):
@@ -488,7 +488,7 @@ def _serve_metrics(address: PeerAddress) -> None:
     try:
         start_http_server(address.port, address.host)
     except OSError as error:
-        raise Unavailable(f"metrics at {address}: {error.strerror or error}; name another --metrics") from None
+        raise CubrokerError(f"metrics at {address}: {error.strerror or error}; name another --metrics") from None
 
 
 class _ExportMetrics(exporter.Meter):

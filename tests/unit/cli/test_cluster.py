@@ -276,6 +276,8 @@ def test_an_exporter_that_cannot_start_is_one_line(certificates: Certificates, d
         assert (done.returncode, "name another --listen" in done.stderr) == (1, True)
         done = run("export", "--metrics", address, *given)
         assert (done.returncode, "name another --metrics" in done.stderr) == (1, True)
+        done = run("fetch", "m", "--follow", "--from", "gpu-1", "--metrics", address, *given)
+        assert (done.returncode, "name another --metrics" in done.stderr) == (1, True)
     done = run("export", "--listen", f"{HOST}:0", "--directory", tmp_path, "--certificates", certificates.host)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith(f"cubroker: no broker serves {tmp_path}; start one with: ")
