@@ -219,7 +219,7 @@ def make_authority(folder: Path, name: str = "cubroker cluster", days: int = AUT
     key = _new_key()
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
     certificate = (
-        _begun(name, name, key, days)
+        _begun(name, None, key, days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -237,7 +237,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
         folder: where the three files go.
         user: the account that the holder is on exporting hosts.
         hosts: names and addresses by which others reach the holder's host; without any it cannot export.
-        days: how long it is valid.
+        days: how long it is valid, or for as long as the authority is if that ends before.
 
     Returns:
         the certificate's path.
@@ -245,7 +245,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
     Raises:
         NotFound: there is no authority.
         Exists: the folder has a certificate, or another authority's, or an authority's key.
-        Invalid: the authority cannot be read, or a user or a host cannot be named so.
+        Invalid: the authority cannot be read, or has ended, or a user or a host cannot be named so.
         Unsupported: the package ``cryptography`` is not installed.
     """
     with needing("making certificates", "cubroker[nixl]"):
@@ -255,6 +255,8 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
     if not (0 < len(user.encode(errors="replace")) <= 64 and user.isprintable()):
         raise Invalid(f"{user[:80]!r} cannot be the user of a certificate; give the name of an account")
     signer, issuer = _authority(authority)
+    if (end := issuer.not_valid_after_utc) < datetime.now(UTC):
+        raise Invalid(f"the authority in {authority} has ended on {end:%Y-%m-%d %H:%M} UTC; make another")
     if (folder / AUTHORITY_KEY).exists():
         raise Exists(f"{folder} has the key of an authority, which no host may get; name another folder")
     if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
@@ -264,7 +266,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
     key = _new_key()
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
     builder = (
-        _begun(user, issuer.subject, key, days)
+        _begun(user, issuer, key, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -418,16 +420,22 @@ def _authority(folder: Path) -> tuple[Any, Any]:
 
     try:
         signer = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
-        return signer, x509.load_pem_x509_certificate((folder / CA).read_bytes())
+        issuer = x509.load_pem_x509_certificate((folder / CA).read_bytes())
     except FileNotFoundError:
         raise NotFound(f"{folder} has no authority; make one with `cubroker certificates authority`") from None
     except (ValueError, TypeError):  # of a key with a password the latter
         raise Invalid(
             f"the authority in {folder} cannot be read: {AUTHORITY_KEY} or {CA} is damaged, or has a password"
         ) from None
+    if signer.public_key() != issuer.public_key():
+        raise Invalid(
+            f"the authority in {folder} cannot sign: {AUTHORITY_KEY} is not the key of {CA}; find the right one"
+        )
+    return signer, issuer
 
 
 def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
+    """Return what every certificate has; ``issuer`` is the authority's, None for its own."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
@@ -435,14 +443,17 @@ def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
     now = datetime.now(UTC)
+    by, until = named(subject), now + timedelta(days=days)
+    if issuer:
+        by, until = issuer.subject, min(until, issuer.not_valid_after_utc)
     return (
         x509.CertificateBuilder()
         .subject_name(named(subject))
-        .issuer_name(named(issuer) if isinstance(issuer, str) else issuer)
+        .issuer_name(by)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - EARLY)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_after(until)
     )
 
 

@@ -196,7 +196,7 @@ def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
     signer, issuer = identity._authority(certificates.authority)
     key = identity._new_key()
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    certificate = identity._begun("root", issuer.subject, key, 1).add_extension(usage, critical=True)
+    certificate = identity._begun("root", issuer, key, 1).add_extension(usage, critical=True)
     (folder / "cert.pem").write_bytes(identity._text(certificate.sign(signer, hashes.SHA256())))
     (folder / "key.pem").write_bytes(identity._key_text(key))
     return folder

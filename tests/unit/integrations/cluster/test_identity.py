@@ -336,6 +336,25 @@ def test_a_certificate_is_not_put_beside_the_key_of_an_authority(authority: Path
         assert contents(folder) == before
 
 
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "brief", days=2).parent
+    path = issue(authority, tmp_path / "host", "root", days=365)
+    assert describe(path).until == describe(authority / "ca.pem").until
+    assert describe(issue(authority, tmp_path / "other", "root", days=1)).until < describe(path).until
+    ended = make_authority(tmp_path / "ended", days=-0.001).parent  # type: ignore[arg-type]
+    with pytest.raises(Invalid, match=r"the authority in .*/ended has ended on .* UTC; make another"):
+        issue(ended, tmp_path / "late", "root")
+    assert not (tmp_path / "late").exists()
+
+
+def test_the_key_of_another_authority_signs_nothing(authority: Path, tmp_path: Path) -> None:
+    other = make_authority(tmp_path / "other").parent
+    (authority / "ca.pem").write_bytes((other / "ca.pem").read_bytes())
+    with pytest.raises(Invalid, match=r"ca-key\.pem is not the key of ca\.pem"):
+        issue(authority, tmp_path / "host", "root")
+    assert not (tmp_path / "host").exists()
+
+
 @pytest.mark.parametrize("name", ["ca.pem", "ca-key.pem"])
 def test_without_an_authority_nothing_is_made(authority: Path, tmp_path: Path, name: str) -> None:
     (authority / name).unlink()
