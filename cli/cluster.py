@@ -464,10 +464,11 @@ def show_certificate(certificate: Path, as_json: bool) -> None:
     with _owned_files():
         found = identity.describe(certificate)
     if as_json:
-        format.document({"user": found.user, "hosts": found.hosts, "until": found.until.isoformat()})
+        format.document({**found._asdict(), "until": found.until.isoformat()})
         return
     hosts = f"exports as {', '.join(found.hosts)}" if found.hosts else "fetches, and does not export"
-    format.say(format.printable(f"user {found.user}, {hosts}, valid until {found.until:%Y-%m-%d %H:%M} UTC"))
+    who = f"authority {found.user}" if found.authority else f"user {found.user}, {hosts}"
+    format.say(format.printable(f"{who}, valid until {found.until:%Y-%m-%d %H:%M} UTC"))
 
 
 # -- metrics -------------------------------------------------------------------------------------------

@@ -385,6 +385,8 @@ class Named(NamedTuple):
     hosts: tuple[str, ...]
     #: When it ends.
     until: datetime
+    #: Whether it is an authority's, whose name ``user`` is.
+    authority: bool
 
 
 def describe(certificate: Path) -> Named:
@@ -398,7 +400,11 @@ def describe(certificate: Path) -> Named:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = []
-    return Named(", ".join(users), tuple(str(each.value) for each in names), found.not_valid_after_utc)
+    try:
+        authority = bool(found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    except x509.ExtensionNotFound:
+        authority = False
+    return Named(", ".join(users), tuple(str(each.value) for each in names), found.not_valid_after_utc, authority)
 
 
 def read(certificate: Path) -> Any:

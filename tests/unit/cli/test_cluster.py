@@ -101,7 +101,11 @@ def test_certificates_are_made_shown_and_revoked(tmp_path: Path) -> None:
     done = run("certificates", "show", user / "cert.pem")
     assert done.stdout.startswith("user alice, fetches, and does not export, valid until 2")
     shown = json.loads(run("certificates", "show", host, "--json").stdout)
-    assert {*shown} == {"schema", "user", "hosts", "until"}
+    assert {*shown} == {"schema", "user", "hosts", "until", "authority"}
+    assert shown["authority"] is False
+    done = run("certificates", "show", authority / "ca.pem")
+    assert done.stdout.startswith("authority cubroker cluster, valid until 2")
+    assert json.loads(run("certificates", "show", authority / "ca.pem", "--json").stdout)["authority"] is True
     assert (shown["schema"], shown["user"], shown["hosts"]) == (1, "root", ["gpu-1", "10.0.0.1"])
 
     done = run("certificates", "revoke", user, "--authority", authority)
