@@ -68,8 +68,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     metavar="FOLDER",
     help="Only write the demo's own weights, as FOLDER/model.safetensors, to try other commands with.",
 )
-@click.option("--seed", type=int, default=0, help="With --weights: another number gives other values.")
-def demo(path: Path | None, folder: Path | None, seed: int) -> None:
+@click.option("--seed", type=click.IntRange(min=0), help="With --weights: another number gives other values.")
+def demo(path: Path | None, folder: Path | None, seed: int | None) -> None:
     """Show what cubroker does, with a broker of its own in a temporary directory.
 
     PATH is a safetensors file or a folder with a checkpoint. By default it makes one: the tensors of a small embedding
@@ -79,9 +79,11 @@ def demo(path: Path | None, folder: Path | None, seed: int) -> None:
     if folder is not None:
         if path is not None:
             raise click.UsageError("PATH and --weights are for different things: give one of them")
-        written = demo_weights.write(folder, seed)
+        written = demo_weights.write(folder, seed or 0)
         format.say(f"{written}: {demo_weights.MODEL} in names, types and shapes, with random values")
         return
+    if seed is not None:
+        raise click.UsageError("--seed is of --weights: give both, or leave it out")
     devices, what = _devices()
     try:
         with DemoStage() as stage:

@@ -39,7 +39,7 @@ WRONG = {
     "--pause": SECONDS,
     "--plan": ("", os.devnull),
     "--readers": ("0", "-1", "1000", "some", ""),
-    "--seed": ("", "some", "0.5"),
+    "--seed": ("", "some", "0.5", "-1"),
     "--set": ("kep=1", "keep", "keep=", "keep=some", "keep=-1", "budget=200%", "quota.memory=-1", "log.level=loud", ""),
     "--filter": (),  # any text is one
     "--share": ("magic", ""),
@@ -115,6 +115,7 @@ def test_a_value_that_an_option_cannot_have_is_wrong_usage(
         ["drain", "--off", "--wait", "1"],
         ["ls", "--yaml"],
         ["demo", "one", "two"],
+        ["demo", "one", "--seed", "1"],
     ],
     ids=" ".join,
 )
