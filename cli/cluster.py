@@ -34,7 +34,7 @@ from cubroker.integrations.cluster.connection import (
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.sources import WIDTH
-from cubroker.protocol.errors import CubrokerError, Invalid, needing
+from cubroker.protocol.errors import CubrokerError, needing
 from cubroker.server import logs
 from cubroker.server.store import sd_notify
 
@@ -42,17 +42,13 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  # behind certificates of both sides
 
 
 def _address(value: str) -> PeerAddress:
-    try:
+    with options.usage():
         return parse(value)
-    except Invalid as error:
-        raise click.BadParameter(error.message) from None
 
 
 def _own_address(value: str) -> PeerAddress:
-    try:
+    with options.usage():
         return parse(value, least=0)
-    except Invalid as error:
-        raise click.BadParameter(error.message) from None
 
 
 def _metrics_address(value: str) -> PeerAddress:
@@ -73,10 +69,8 @@ def _hosts(value: str) -> tuple[str, ...]:
 
 
 def _certified(value: str) -> str:
-    try:
+    with options.usage():
         identity.check_host(value)
-    except Invalid as error:
-        raise click.BadParameter(error.message) from None
     return value
 
 

@@ -84,12 +84,19 @@ class Reference(NamedTuple):
     version: int | None
 
 
-def pool_name(value: str) -> str:
-    """Return the name of a pool, or fail as wrong usage."""
+@contextmanager
+def usage() -> Iterator[None]:
+    """Have what no value of an option or an argument can be fail as wrong usage."""
     try:
-        fields.check_pool_name(value)
+        yield
     except Invalid as error:
         raise click.BadParameter(error.message) from None
+
+
+def pool_name(value: str) -> str:
+    """Return the name of a pool, or fail as wrong usage."""
+    with usage():
+        fields.check_pool_name(value)
     return value
 
 
@@ -106,10 +113,8 @@ def size(value: str) -> int:
     """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage."""
     from cubroker.server.config.schema import parse_bytes
 
-    try:
+    with usage():
         nbytes = parse_bytes(value)
-    except Invalid as error:
-        raise click.BadParameter(error.message) from None
     if nbytes == 0:
         raise click.BadParameter("0 bytes hold nothing: write 1 or more")
     return nbytes
@@ -117,10 +122,8 @@ def size(value: str) -> int:
 
 def mode(value: str) -> int:
     """Return a mode written in octal as ``640``, or fail as wrong usage."""
-    try:
+    with usage():
         return fields.parse_mode(value)
-    except Invalid as error:
-        raise click.BadParameter(error.message) from None
 
 
 class DeviceList(click.ParamType):  # type: ignore[type-arg]  # which click has from 8.4 on
