@@ -1,12 +1,12 @@
-"""What the loaders of inference engines share: ``--load-format cubroker``.
+"""The common part of the loaders of inference engines: ``--load-format cubroker``.
 
-The first engine of a model loads as ever and publishes what each rank computes with; every engine, the first one too,
-then has the pool's memory as its parameters. The name of a pool has a fingerprint of all that its bytes depend on, and
-the UUID of the device.
+The first engine of a model loads with its own loader and publishes what each rank computes with. Then every engine,
+including the first, uses the pool's memory as its parameters. The name of a pool contains a fingerprint of everything
+that its bytes depend on, and the UUID of the device.
 
-A bridge says how its engine names the pool, loads, publishes and makes a model; :func:`load_on_pool` does these in
-order, and :func:`obtain` has one process of many do the first half. The options of an engine, which vLLM and SGLang
-take as ``--model-loader-extra-config``, in JSON, are:
+A bridge supplies functions that name the pool, load, publish and make a model. :func:`load_on_pool` calls them in
+order; :func:`obtain` makes sure that one process of many loads and publishes. The options of an engine, which vLLM and
+SGLang accept as ``--model-loader-extra-config``, in JSON, are:
 
 ``directory``
     where the broker listens; by default ``$CUBROKER_DIR``, else where a socket is found (:class:`cubroker.Broker`).
@@ -17,11 +17,11 @@ take as ``--model-loader-extra-config``, in JSON, are:
 ``mode``
     the same, as a text of three octal digits: ``"640"``. JSON has no octal numbers, so a number is refused.
 ``timeout``
-    seconds to wait for an engine that loads the same; by default 600.
+    seconds to wait for another engine that loads the same model; by default 600.
 ``fallback``
-    whether the engine's own loader is used where the broker or the pool cannot be; by default false: the engine fails.
+    whether the engine's own loader is used if the broker or the pool cannot be; by default false: the engine fails.
 ``checkpoint``
-    what stands for the checkpoint's bytes, which are not digested then: its revision in a registry, say.
+    a text that identifies the checkpoint's bytes, such as its revision in a registry; the bytes are then not digested.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 LOAD_FORMAT = "cubroker"
 
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Methods that leave weights as they are, in every engine and release, but for CPUs with AMX."""
+"""Methods that leave weights as they are, in every engine and release, except on CPUs with AMX."""
 
 _HELD = "_cubroker"
 
@@ -75,7 +75,7 @@ _OPTIONS = f"--model-loader-extra-config of load format {LOAD_FORMAT}"
 
 
 class PoolOptions(NamedTuple):
-    """What an engine was told about its pools."""
+    """The options that an engine was given for its pools."""
 
     #: How their names begin.
     prefix: str
@@ -88,14 +88,14 @@ class PoolOptions(NamedTuple):
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None, prefix: str) -> Self:
-        """Read them from an engine's configuration.
+        """Read the options from an engine's configuration.
 
         Args:
-            given: by the names at the top of this module.
-            prefix: of the engine.
+            given: the options, by the names at the top of this module.
+            prefix: the engine's default for ``pool``.
 
         Raises:
-            ValueError: there is no option of that name, or it has another type.
+            ValueError: an option is unknown, or its value has another type.
         """
         given = given or {}
         if unknown := [name for name in given if name not in _TYPES]:
@@ -105,17 +105,17 @@ class PoolOptions(NamedTuple):
         return cls(extra.pop("pool"), terms=terms, **extra)
 
     def pool_name(self, path: str, facts: Mapping[str, object], uuid: str) -> str:
-        """Return the name of a rank's pool: of a model, by all that its tensors depend on, on a device."""
+        """Return the name of a rank's pool: the model, a fingerprint of what its tensors depend on, and the device."""
         return f"{fingerprint.label(self.prefix, path)}{fingerprint.fingerprint(facts)}/{uuid}"
 
     def digest(self, path: str, revision: str | None, cache: str | None, download: Callable[[], object]) -> str:
-        """Return what stands for a checkpoint's bytes.
+        """Return a text that identifies a checkpoint's bytes.
 
         Args:
             path: a folder, or a name of the hub.
-            revision: in the hub.
-            cache: where the hub's files lie; None: in the default place.
-            download: downloads the checkpoint, which is needed if it is not a folder.
+            revision: the revision in the hub.
+            cache: the folder of the hub's files; None: the default one.
+            download: downloads the checkpoint; called if ``path`` is not a folder.
         """
         if self.checkpoint is not None:
             return f"declared:{self.checkpoint}"
@@ -138,12 +138,12 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "fallback": (bool, "true or false"),
     "checkpoint": (str | None, "a text"),
 }
-"""Of each option its type, and in words what to give."""
+"""The type of each option, and the words for it in an error."""
 
 
 def _converted(name: str, given: object) -> Any:
-    """Return the value of an option; raises ``ValueError`` if it cannot have that."""
-    value = os.fspath(given) if isinstance(given, os.PathLike) else given  # a program's; JSON has none
+    """Return the value of an option; raises ``ValueError`` if the option does not allow it."""
+    value = os.fspath(given) if isinstance(given, os.PathLike) else given  # from a program; JSON has no paths
     kind, expected = _TYPES[name]
     try:
         found = msgspec.convert(value, kind)
@@ -168,14 +168,14 @@ class RankPool(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a model's tensors are held by, for as long as the model lives."""
+    """The session and the pool that keep a model's tensors mapped, for as long as the model lives."""
 
     broker: Broker
     pool: Pool
     manifest: runtime_pools.Manifest
     rank: RankPool
     options: PoolOptions
-    #: Loads another model of the kind, which the engine does not know, from a pool with the checkpoint's own tensors.
+    #: Loads another model of the kind from a pool with the checkpoint's own tensors; the engine does not know it.
     load_from: Callable[[Pool], nn.Module] | None = None
 
 
@@ -193,22 +193,22 @@ class Obtained(NamedTuple):
 
 
 def hold(model: nn.Module, by: Held) -> None:
-    """Keep what a model's tensors are held by."""
+    """Store on a model what keeps its tensors mapped."""
     vars(model)[_HELD] = by
     _MODELS.add(model)
 
 
 def find_held(model: nn.Module) -> Held | None:
-    """Return what the tensors of a model are held by; None: another loader loaded it."""
+    """Return what keeps a model's tensors mapped; None if another loader loaded the model."""
     found = vars(model).get(_HELD)
     return found if isinstance(found, Held) else None
 
 
 def held(model: nn.Module) -> Held:
-    """Return what the tensors of a model are held by.
+    """Return what keeps a model's tensors mapped.
 
     Raises:
-        Invalid: it has no pool: another loader loaded it.
+        Invalid: the model has no pool, because another loader loaded it.
     """
     found = find_held(model)
     if found is None:
@@ -225,7 +225,7 @@ def models() -> list[nn.Module]:
 
 
 def place(broker: Broker, target: torch.device, rank: int) -> tuple[int, str]:
-    """Return a rank's device, as this process counts them, and its UUID; host devices take turns."""
+    """Return the index of a rank's device in this process, and its UUID; ranks use host devices in rotation."""
     devices = broker.driver.devices
     if target.type == "cpu":
         index = rank % len(devices)
@@ -242,7 +242,7 @@ def configuration(config: Any) -> dict[str, Any]:
 
 
 def give_back(target: torch.device) -> None:
-    """Give the memory of tensors that nothing refers to any more back to the device."""
+    """Free the device memory of tensors that nothing refers to any more."""
     gc.collect()
     if target.type != "cpu":
         torch.accelerator.empty_cache()
@@ -260,9 +260,9 @@ def load_on_pool(
     load_from: Callable[[Pool], nn.Module] | None = None,
     accepts: Collection[str] = (),
 ) -> nn.Module:
-    """Return an engine's model on the tensors of its pool, which is published before if need be.
+    """Return an engine's model on the tensors of its pool; publish the pool first if it does not exist.
 
-    The model holds the pool and the connection to the broker. By any error the connection is closed.
+    The model holds the pool and the connection to the broker. After any error the connection is closed.
 
     Args:
         options: the engine's.
@@ -271,12 +271,12 @@ def load_on_pool(
         load: as for :func:`obtain`.
         publish: the same.
         attach: the same.
-        finish: makes what a bound model needs beside tensors; not called if there is no pool.
+        finish: makes what a bound model needs in addition to tensors; not called if there is no pool.
         load_from: as in :class:`Held`.
         accepts: as for :func:`obtain`.
 
     Raises:
-        CubrokerError: as :func:`obtain`, and if no broker serves; with ``fallback`` the engine's own loader is used.
+        CubrokerError: as :func:`obtain`, or no broker serves. With ``fallback`` the engine's own loader is used then.
     """
     began = time.perf_counter()
     with ExitStack() as undo:
@@ -328,24 +328,24 @@ def obtain(
     fallback: bool = False,
     accepts: Collection[str] = (),
 ) -> Obtained:
-    """Bind a runtime pool; where there is none, be the one process that loads, or wait for it.
+    """Bind a runtime pool; if it does not exist, load and publish it, or wait for the process that does.
 
-    Processes that ask at once wait for a lock (:meth:`Broker.lock`). Should the one that loads die, the next one loads.
+    A lock (:meth:`Broker.lock`) makes sure that one process loads. If that process dies, the next one loads.
 
-    The lock is that of one rank's pool, and so one rank of an engine may load while another attaches. ``load`` must not
-    wait for other ranks, then: those of two engines could wait for each other until the timeout. Neither the default
-    loader of vLLM 0.32 nor that of SGLang 0.5.23 does; each rank reads its part of the files by itself.
+    Each rank's pool has its own lock, so one rank of an engine may load while another attaches. Therefore ``load`` must
+    not wait for other ranks: the ranks of two engines could wait for each other until the timeout. The default loaders
+    of vLLM 0.32 and SGLang 0.5.23 do not wait; each rank reads its part of the files on its own.
 
     Args:
-        broker: where.
+        broker: the session.
         name: the pool.
         load: the engine's own loader, post-processing included.
         publish: publishes what ``load`` has returned, by :func:`runtime_pools.publish`, as ``name`` and for ``device``.
         attach: makes a module and binds the pool to it.
-        device: which device to attach on.
+        device: the device to attach on.
         timeout: seconds to wait for the process that loads.
-        fallback: whether what stands in the way of publishing or binding has this process use what ``load`` returns,
-            with a line in the log; otherwise it is raised.
+        fallback: whether an error of publishing or binding is logged, and this process uses what ``load`` returns;
+            otherwise the error is raised.
         accepts: as for :func:`runtime_pools.bind`, when what ``load`` has returned is bound.
 
     Raises:

@@ -4,9 +4,9 @@ What an engine computes with depends on the bytes of the checkpoint, the model's
 rank and its groups, the engine, its version and its kernels. A *fingerprint* is a digest of all of them. Two fine-tunes
 of one architecture have equal headers, shapes and sizes, so the bytes count: :func:`checkpoint` digests them.
 
-Reading a checkpoint takes as long as loading it. So digests of files are kept beside them, in :data:`CACHE`, and hold
-for as long as inode, size, and the times of modification and of change are the same: no program writes a file and
-leaves its time of change. A file in the cache of the Hugging Face hub is not read: its name is the digest of its bytes.
+Reading a checkpoint takes as long as loading it. So digests of files are kept in their folder, in :data:`CACHE`. A
+digest holds while the file's inode, size, mtime and ctime are the same: no program can write a file and keep its ctime.
+A file in the cache of the Hugging Face hub is not read: its name is the digest of its bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ THREADS = 8
 """Threads that digest chunks."""
 
 SETTLED = 2.0
-"""Seconds that a file must not have changed for its digest to be kept: a clock's tick may hide a later change."""
+"""Seconds after a file's last change before its digest is kept: another change in the same tick leaves its times."""
 
 LENGTH = 32
 """Hexadecimal digits of a fingerprint."""
@@ -56,7 +56,7 @@ Fact = object
 
 
 class _Kept(Struct, frozen=True, array_like=True):
-    """The digest of a file, and what the file was then."""
+    """The digest of a file, and the state of the file when it was digested."""
 
     inode: int
     size: int
@@ -66,10 +66,10 @@ class _Kept(Struct, frozen=True, array_like=True):
 
 
 def fingerprint(facts: Mapping[str, Fact]) -> str:
-    """Return a digest of facts, which are values of JSON: equal for equal facts, in any order of their names.
+    """Return a digest of facts, which are values of JSON; the order of their names does not matter.
 
     Raises:
-        Invalid: a fact is no value of JSON, so that its text may lie; by name.
+        Invalid: a fact is not a value of JSON, so that different ones could have the same text; the message names it.
     """
     for name, fact in facts.items():
         _check(name, fact)
@@ -78,7 +78,7 @@ def fingerprint(facts: Mapping[str, Fact]) -> str:
 
 
 def label(prefix: str, model: str) -> str:
-    """Return how the names of a model's pools begin; a fingerprint follows."""
+    """Return the prefix of the names of a model's pools, which a fingerprint follows."""
     stem = Path(model).name
     return f"{prefix}/{''.join(letter if letter.isascii() and letter.isalnum() else '-' for letter in stem)[:64]}/"
 
@@ -103,14 +103,14 @@ def _check(name: str, fact: Fact) -> None:
 
 
 def checkpoint(folder: str | os.PathLike[str], *, keep: bool = True) -> str:
-    """Return a digest of a checkpoint: of the names and bytes of its files with weights, and of those that say more.
+    """Return a digest of a checkpoint: of the names and bytes of its files that match WEIGHTS or DESCRIPTIONS.
 
-    Equal checkpoints in different folders have equal digests, but in the cache of the hub, where files are not read,
-    other ones than elsewhere. Files of other kinds, and hidden ones, do not count.
+    Equal checkpoints in different folders have equal digests. In the cache of the hub files are not read, so a
+    checkpoint has another digest there than elsewhere. Files of other kinds, and hidden ones, do not count.
 
     Args:
         folder: the checkpoint's.
-        keep: whether digests are looked up in :data:`CACHE` and kept there, where this user may write.
+        keep: whether digests are looked up in :data:`CACHE`, and kept there if this user may write it.
 
     Raises:
         NotFound: there is no such folder, or no file with weights in it.
@@ -152,7 +152,7 @@ def _is(path: Path, patterns: Iterable[str]) -> bool:
 
 
 def _digest(path: Path, kept: _Kept | None, threads: ThreadPoolExecutor) -> _Kept:
-    """Return the digest of a file: kept, or its name in the hub's cache, or of its bytes."""
+    """Return the digest of a file: the kept one, its name in the hub's cache, or a new digest of its bytes."""
     before = _state(path.stat())
     if kept is not None and _state_of(kept) == before:
         return kept
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[str, _Kept]:
 
 
 def _write(path: Path, digests: Mapping[str, _Kept]) -> None:
-    """Replace the cache in one step; where this user may not write, or a name is no UTF-8, there is none."""
+    """Replace the cache in one step; write none if this user may not, or if a file's name is not UTF-8."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError, UnicodeEncodeError):
         try:

@@ -1,8 +1,8 @@
 """The manifest of a runtime pool: how the tensors of a module are put together again.
 
-It is JSON in the tensor :data:`MANIFEST` of the pool, and says of each name of the module's tree which dtype, shape and
-strides it has, where its bytes are, which names are one object, which are views of the same memory, and the classes and
-attributes of parameters. Reading it needs no torch.
+It is JSON in the tensor :data:`MANIFEST` of the pool. For each name of the module's tree it has the dtype, shape and
+strides, the place of the bytes, and of a parameter the class and attributes. It says which names are one object, and
+which are views of the same memory. Reading it needs no torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cubroker.client.pool import Pool
 from cubroker.protocol.errors import Invalid
 
 MANIFEST = "cubroker:manifest"
-"""The tensor of a runtime pool that has the manifest."""
+"""The tensor of a runtime pool that contains the manifest."""
 
 SOURCE = "cubroker:source"
-"""The tensor of a runtime pool that says, by :data:`SOURCE_BYTES` bytes, what a version was made from, or zeros."""
+"""The tensor of a runtime pool whose :data:`SOURCE_BYTES` bytes identify what a version was made from, or are zero."""
 
 SOURCE_BYTES = 32
-"""Bytes of that tensor; as many in every version, so that :func:`.runtime_pools.switch` can go from one to another."""
+"""Bytes of that tensor, in every version, so that :func:`.runtime_pools.switch` can map one in place of another."""
 
 FORMAT = 1
 """The format of the manifest; any other is refused."""
@@ -49,7 +49,7 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     strides: tuple[Extent, ...]
     #: The pool's tensor that has the bytes; None for a tensor without elements.
     stored: str | None = None
-    #: Where it begins in there, in elements.
+    #: Where the tensor begins in ``stored``, in elements.
     offset: Extent = 0
     #: Whether each process has a copy.
     private: bool = False
@@ -73,7 +73,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """How a module is put together again."""
 
     format: int
-    #: In the module's own order, which compilers take for that of their arguments.
+    #: In the module's own order, which compilers use as the order of their arguments.
     entries: tuple[Entry, ...]
     #: Attributes of the module itself, which an engine sets as it loads.
     attributes: dict[str, Scalar] = {}
@@ -85,7 +85,7 @@ def read_manifest(pool: Pool) -> Manifest:
     """Return the manifest of a runtime pool.
 
     Raises:
-        Invalid: it is no runtime pool, or one of a format that this release does not know.
+        Invalid: ``pool`` is not a runtime pool, or its manifest has a format that this release does not know.
     """
     if MANIFEST not in pool:
         raise Invalid(f"pool {pool.name!r} is no runtime pool: it has no tensor {MANIFEST!r}; attach it as what it is")
@@ -113,7 +113,7 @@ def read_source(pool: Pool) -> bytes:
 
 
 def difference(other: Manifest, manifest: Manifest) -> str:
-    """Return the first thing in which a manifest differs from another, and how many names of tensors do."""
+    """Describe the first difference between two manifests, and how many names of tensors differ."""
     ours = {entry.name: entry for entry in manifest.entries}
     theirs = {entry.name: entry for entry in other.entries}
     if lone := sorted(ours.keys() ^ theirs.keys()):

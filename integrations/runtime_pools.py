@@ -1,17 +1,17 @@
-"""Runtime pools: what one rank of an engine computes with, published by the first process and bound by the others.
+"""Runtime pools: the tensors that one rank of an engine computes with, published by one process and bound by others.
 
 A checkpoint's tensors are not what an engine computes with. It fuses, shards and quantizes them, leaves transposed
 views, ties names to each other, and drops what it has consumed. A *runtime pool* holds the outcome: the parameters,
 buffers and tensor attributes of a module's tree as they are in memory after post-processing. Its *manifest*
 (:mod:`.runtime_manifest`) says how to put them together again.
 
-:func:`publish` makes such a pool of a module, and :func:`bind` gives a module that was made on the meta device its
-tensors, without a copy; :func:`.engine_loader.obtain` has one process of many load. What the pool lacks or has besides
-is an error with names. No module is imported and nothing is unpickled because a pool says so.
+:func:`publish` makes such a pool of a module. :func:`bind` gives its tensors, without a copy, to a module that was made
+on the meta device. :func:`.engine_loader.obtain` has one process of many load. If only one of pool and module has a
+name, :func:`bind` raises an error with that name. No content of a pool can cause an import or an unpickling.
 
 The pool's memory is read-only. Tensors that an engine writes are *private*: each process has a copy. Those are the
-tensors that :func:`writes` has seen written, and buffers of up to :data:`SMALL` bytes, which engines set again at will.
-Tensors within lists and dictionaries that modules have as attributes are not seen.
+tensors that :func:`writes` has seen written, and buffers of up to :data:`SMALL` bytes, which engines may set again at
+any time. Tensors within lists and dictionaries that modules have as attributes are not found.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ COMPARED = 16 << 20
 """Bytes. Up to this size :func:`writes` compares the bytes of buffers, which finds writes that torch does not count."""
 
 ALIGNMENT = 256
-"""Bytes. Places in memory that is stored as it is keep their alignment up to this."""
+"""Bytes. Memory that is stored with its gaps begins at a multiple of this, so that tensors in it stay aligned."""
 
 # -- what a module has -----------------------------------------------------------------------------------
 
@@ -158,12 +158,12 @@ def _copy(found: _Found) -> torch.Tensor | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its memory, dtype, shape and strides, and nothing else."""
+    """Whether memory, dtype, shape and strides describe a tensor completely."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a tensor with elements reaches: the first, and the one after the last."""
+    """Return the first byte of its storage that a tensor with elements reaches, and the byte after the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return begin, begin + (last + 1) * tensor.element_size()
@@ -206,25 +206,25 @@ def publish(
     Memory is stored once however many names and views it has; bytes that no tensor reaches are left out.
 
     Args:
-        broker: where.
+        broker: the session.
         name: the pool; :mod:`cubroker.integrations.fingerprint` makes names that tell models apart.
-        model: after post-processing. It is not changed, and not needed any more when this returns.
-        written: names of tensors that engines write, which are private, as :func:`writes` has measured them.
-        private: names of other tensors that shall be private, as those are that engines save and restore.
+        model: the module, after post-processing. It is not changed, and not needed any more when this returns.
+        written: names of tensors that engines write, as :func:`writes` has measured them; they are private.
+        private: names of other tensors to make private, such as those that engines save and restore.
         attributes: attributes of the module itself that :func:`bind` sets.
-        consumed: names of tensors that a new module of the kind has and this one has no more, since post-processing
-            has removed them; :func:`bind` removes them, too.
-        like: the manifest of the version before: the names in there are published, and no others, and ``written``,
-            ``private``, ``attributes`` and ``consumed`` are as there. So a module that runs publishes nothing that
-            came later, such as its caches, and those who have the version before can :func:`switch`.
-        source: :data:`SOURCE_BYTES` bytes that stand for what the module was loaded from, for :func:`read_source`.
-        device: where; by default where the tensors are, for those in host memory the broker's first device.
+        consumed: names of tensors that a new module of the kind has, and that post-processing has removed from this
+            one; :func:`bind` removes them, too.
+        like: the manifest of the version before. Only the names in it are published, and it replaces ``written``,
+            ``private``, ``attributes`` and ``consumed``. So a running module does not publish tensors that it made
+            later, such as its caches, and processes that have the version before can :func:`switch`.
+        source: :data:`SOURCE_BYTES` bytes that identify what the module was loaded from, for :func:`read_source`.
+        device: the pool's; by default the device of the tensors, or the broker's first one if they are in host memory.
         **terms: as for :meth:`Broker.publish`: ``share``, ``mode``, ``durable``, ``wait``, ``digest``.
 
     Raises:
-        Invalid: a tensor has no data, or is more than its memory (sparse, quantized by torch, a subclass that wraps
-            others, the conjugate of memory that others have), by name; the module has another structure than ``like``
-            says; or ``source`` has another length.
+        Invalid: a tensor, which the message names, has no data, or is not described by memory, dtype, shape and strides
+            (sparse, quantized by torch, a subclass that wraps others, the conjugate of memory that others have); the
+            module's structure differs from ``like``; or ``source`` has another length.
         CubrokerError: as :meth:`Broker.publish`.
     """
     if len(source) != SOURCE_BYTES:
@@ -251,9 +251,10 @@ def publish(
 
 
 def _as_in(like: Manifest, manifest: Manifest) -> Manifest:
-    """Return a manifest with the order, the numbers of objects, and the tensors without memory of another one.
+    """Return ``manifest`` with the order, the numbers of objects, and the tensors without memory of ``like``.
 
-    Names that are one object in one of the two alone still differ in where their bytes are, unless they share them.
+    Names that are one object in only one of the manifests still differ in where their bytes are, unless they share
+    memory.
     """
     ours = {entry.name: entry for entry in manifest.entries}
     entries = [
@@ -267,7 +268,7 @@ def _as_in(like: Manifest, manifest: Manifest) -> Manifest:
 def _described(
     model: nn.Module, written: Collection[str], private: Collection[str], names: Collection[str] | None
 ) -> tuple[list[Entry], dict[str, torch.Tensor]]:
-    """Return the entries of a module's tensors, of those with ``names`` if there are any, and the arrays to store."""
+    """Return the entries of a module's tensors, those in ``names`` if it is not None, and the arrays to store."""
     objects: dict[int, list[_Found]] = defaultdict(list)
     for found in _found(model):
         if names is None or found.name in names:
@@ -309,7 +310,7 @@ def _described(
 
 
 def _refuse_lazy(model: nn.Module, members: list[list[_Found]]) -> None:
-    """Raise ``Invalid`` for tensors whose elements torch negates as they are read, if memory is stored as it is."""
+    """Raise ``Invalid`` for tensors that torch conjugates or negates on reading: their memory has other values."""
     if lazy := [group[0].name for group in members if group[0].tensor.is_conj() or group[0].tensor.is_neg()]:
         raise Invalid(
             f"{some(lazy)} of {type(model).__name__} cannot be published: torch conjugates or negates them as they are"
@@ -318,7 +319,7 @@ def _refuse_lazy(model: nn.Module, members: list[list[_Found]]) -> None:
 
 
 def _regions(groups: list[list[_Found]]) -> Iterator[list[list[_Found]]]:
-    """Yield the objects that share memory, together; each list has the names of one object."""
+    """Yield groups of objects that share memory; an object is the list of its names."""
     storages: dict[tuple[torch.device, int], list[list[_Found]]] = defaultdict(list)
     for names in groups:
         tensor = names[0].tensor
@@ -340,7 +341,7 @@ def _regions(groups: list[list[_Found]]) -> Iterator[list[list[_Found]]]:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor with its dimensions in the order of memory; None if it has gaps, or a dtype that pools lack."""
+    """Return a view with the dimensions in the order of memory; None if there are gaps, or pools lack the dtype."""
     if tensor.dtype not in DTYPES.values():
         return None
     strides: tuple[int, ...] = tensor.stride()
@@ -393,22 +394,22 @@ def _qualified(kind: type) -> str:
 
 
 def bind(model: Model, pool: Pool, *, strict: bool = True, accepts: Collection[str] = ()) -> Model:
-    """Give a module the tensors of a runtime pool, in place and without a copy, but for those that are private.
+    """Give a module the tensors of a runtime pool, in place; only private tensors are copied.
 
     Args:
-        model: made on the meta device, or loaded: then what it had is let go.
-        pool: published from a module of the same kind.
-        strict: whether names, shapes and dtypes have to be the module's own. An engine that post-processes what it has
-            loaded says False, and then :func:`refuse_meta`, since its module has other tensors before than after.
+        model: a module that was made on the meta device, or loaded; the tensors of a loaded one are dropped.
+        pool: a runtime pool that was published from a module of the same kind.
+        strict: whether names, shapes and dtypes have to be the module's own. An engine whose post-processing replaces
+            tensors passes False, and calls :func:`refuse_meta` afterwards.
         accepts: the attributes of the module itself that the pool may set.
 
     Returns:
         ``model``, for convenience. Parameters require a gradient if they did in the module that was published.
 
     Raises:
-        Invalid: it is no runtime pool; names, shapes or dtypes differ; a parameter's class is not the module's; it sets
-            what is not its to set, such as a method; or with ``strict`` a tensor would stay without data. The model was
-            not changed, except in the last case.
+        Invalid: ``pool`` is not a runtime pool; names, shapes or dtypes differ; a parameter's class is not the
+            module's; the pool would set a name that it may not set, such as a method's; or with ``strict`` a tensor
+            would stay without data. The model was not changed, except in the last case.
     """
     manifest = read_manifest(pool)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -466,7 +467,7 @@ def _refuse_differences(
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""What torch keeps in every module, such as its parameters."""
+"""Attributes that torch sets on every module, such as ``_parameters``."""
 
 
 def _refuse_names(
@@ -477,7 +478,7 @@ def _refuse_names(
     own: Mapping[str, _Found],
     accepts: Collection[str],
 ) -> None:
-    """Refuse a manifest by which code of the module, or of torch, would find a tensor or a number in its place."""
+    """Refuse a manifest that would set a tensor or a value in place of code or state of the module or of torch."""
     refused = [name for name in manifest.attributes if name not in accepts]
     for entry in manifest.entries:
         path, _, leaf = entry.name.rpartition(".")
@@ -509,7 +510,7 @@ def _kind_of(entry: Entry, own: _Found | None, pool: Pool) -> type[nn.Parameter]
 
 
 def _tensors(manifest: Manifest, pool: Pool) -> Iterator[torch.Tensor]:
-    """Yield the tensor of each entry: a view of the pool, or of a private copy, which views of one memory share."""
+    """Yield the tensor of each entry: a view of the pool, or of a private copy that all views of that memory share."""
     state = state_dict(pool)
     device = state[MANIFEST].device
     storages: dict[tuple[str, bool, bool], torch.UntypedStorage] = {}
@@ -534,7 +535,7 @@ def _tensors(manifest: Manifest, pool: Pool) -> Iterator[torch.Tensor]:
 
 
 def _check_extent(entry: Entry, dtype: torch.dtype, nbytes: int, pool: Pool) -> None:
-    """Refuse a tensor that is not within its memory: torch would have a private copy grow instead."""
+    """Refuse a tensor that reaches beyond its memory: torch would enlarge a private copy instead of failing."""
     last = entry.offset + sum((size - 1) * step for size, step in zip(entry.shape, entry.strides, strict=False))
     end = 0 if 0 in entry.shape else (last + 1) * dtype.itemsize
     if len(entry.shape) != len(entry.strides) or end > nbytes:
@@ -553,7 +554,7 @@ def _own(storage: torch.UntypedStorage, place: torch.device) -> torch.UntypedSto
 def _object(
     entry: Entry, tensor: torch.Tensor, kind: type[nn.Parameter] | None, before: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the object of an entry: of a parameter one of its class, with its attributes."""
+    """Return the object of an entry; for a parameter, an instance of its class with its attributes."""
     if kind is None:
         return tensor
     made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor, entry.gradient)
@@ -565,7 +566,7 @@ def _object(
 
 
 def _place(module: nn.Module, leaf: str, entry: Entry, tensor: torch.Tensor) -> None:
-    """Give a module a tensor, in the place of what it has by that name."""
+    """Set a tensor on a module, in place of what has that name there."""
     _clear(module, leaf)
     if entry.kind == PARAMETER:
         module._parameters[leaf] = tensor  # type: ignore[assignment]  # it may be tied to a parameter, and is one
@@ -594,18 +595,18 @@ def switch(
     wait: float = 0.0,
     manifest: Manifest | None = None,
 ) -> int:
-    """Show another version to a module that a pool is bound to, at the same addresses; returns the version.
+    """Map another version for a module that a pool is bound to, at the same addresses; returns the version.
 
-    No work may run on the module meanwhile. Private tensors that no process was seen to write get the new values, but
-    those that the module has dropped since.
+    No work may run on the module during the call. Private tensors that no process was seen to write get the new values,
+    except those that the module has dropped.
 
     Args:
-        broker: the pool's.
+        broker: the pool's session.
         model: a module that :func:`bind` gave the tensors of ``pool``.
         pool: the pool.
-        version: which; by default the current one.
+        version: the version to map; by default the current one.
         wait: seconds to wait for its publication.
-        manifest: that of the version which the module has, if the pool is asleep: it wakes on the other version.
+        manifest: the manifest of the module's version, if the pool is asleep: it wakes on the other version.
 
     Raises:
         Invalid: the version was not published from a module of the same structure; nothing has changed.

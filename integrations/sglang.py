@@ -1,11 +1,14 @@
-"""SGLang takes its weights from runtime pools: ``--load-format cubroker``.
+"""The loader that gives SGLang its weights from runtime pools: ``--load-format cubroker``.
 
-:mod:`cubroker.integrations.engine_loader` says what that does, and what ``--model-loader-extra-config`` has.
+:mod:`cubroker.integrations.engine_loader` describes it, and the options in ``--model-loader-extra-config``.
 
-SGLang has no place where a load format could be registered. So the plugin adds the name to the choices of its command
-line, and hooks by ``sglang.srt.plugins`` do the rest: a configuration with that format gets the class of the loader,
-which SGLang accepts in place of a name; an update from disk, with the path of the model that runs, shows the current
-version of its pool, or with ``PATH@VERSION`` another one; other updates of weights, which are read-only, are refused.
+SGLang has no registry of load formats. So the plugin adds the name to the choices of its command line, and hooks of
+``sglang.srt.plugins`` do the rest:
+
+- A configuration with that format gets the class of the loader, which SGLang accepts in place of a name.
+- An update from disk with the running model's path switches to the current version of its pool, or with
+  ``PATH@VERSION`` to another one.
+- Other updates of weights are refused, because a pool's weights are read-only.
 """
 
 from __future__ import annotations
@@ -47,13 +50,13 @@ PARALLEL = (
     *("tp_size", "tp_rank", "pp_size", "pp_rank", "dp_size", "attn_dp_size", "attn_cp_size", "moe_ep_size"),
     *("moe_ep_rank", "moe_dp_size", "moe_dp_rank", "moe_dense_tp_size", "enable_dp_lm_head"),
 )
-"""What of the parallel layout a rank's tensors depend on."""
+"""The attributes of the parallel layout that a rank's tensors depend on."""
 
 ARGUMENTS = (
     *("attention_backend", "cpu_offload_gb", "enable_memory_saver", "kv_cache_dtype", "moe_a2a_backend"),
     *("moe_runner_backend", "torchao_config"),
 )
-"""Arguments of the server that its tensors may depend on, besides the model's configuration."""
+"""Arguments of the server that its tensors may depend on, in addition to the model's configuration."""
 
 NEUTRAL = (
     "SGLANG_API",
@@ -64,7 +67,7 @@ NEUTRAL = (
     "SGLANG_RUN_ID",
     "SGLANG_TORCH_PROF",
 )
-"""How variables of SGLang's begin that no tensor depends on; all others are part of the fingerprint."""
+"""Prefixes of variables of SGLang that no tensor depends on; all others are part of the fingerprint."""
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
@@ -77,12 +80,12 @@ class SglangLoader(loaders.BaseModelLoader):  # type: ignore[misc]
         self._options = PoolOptions.read(load_config.model_loader_extra_config, PREFIX)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Download the checkpoint, unless ``checkpoint`` stands for it: then only an engine that loads needs it."""
+        """Download the checkpoint, unless the option ``checkpoint`` is set: then only an engine that loads needs it."""
         if self._options.checkpoint is None:
             self._plain(model_config).download_model(model_config)
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
-        """Return the model on the tensors of its pool, after it was published if need be."""
+        """Return the model on the tensors of its pool; publish the pool first if it does not exist."""
 
         def load() -> nn.Module:
             plain = self._plain(model_config)
@@ -102,7 +105,7 @@ class SglangLoader(loaders.BaseModelLoader):  # type: ignore[misc]
 
         def finish(got: Obtained) -> None:
             if got.pool is not None and not got.loaded:
-                self.preloaded_weights_bytes = got.pool.nbytes  # it was there before this engine measured what is free
+                self.preloaded_weights_bytes = got.pool.nbytes  # allocated before this engine measured free memory
 
         return engine_loader.load_on_pool(
             self._options,
@@ -133,7 +136,7 @@ class SglangLoader(loaders.BaseModelLoader):  # type: ignore[misc]
         return RankPool(self._options.pool_name(path, self._facts(model_config), uuid), device, target, path)
 
     def _facts(self, model_config: ModelConfig) -> dict[str, object]:
-        """Return all that the tensors of this rank depend on."""
+        """Return the facts that the tensors of this rank depend on."""
         parallel, arguments = get_parallel(), get_server_args()
         capability = current_platform.get_device_capability() if current_platform.is_cuda_alike() else None
         return {
@@ -161,11 +164,11 @@ class SglangLoader(loaders.BaseModelLoader):  # type: ignore[misc]
 
 
 CubrokerModelLoader = SglangLoader
-"""Its name before, which goes with the next version."""
+"""The old name of :class:`SglangLoader`; the next version removes it."""
 
 
 def _check(model: nn.Module, fresh: nn.Module) -> None:
-    """Raise ``Unsupported`` for a loaded model that a new one with the same tensors would not be equal to."""
+    """Raise ``Unsupported`` if a new model with the same tensors could differ from the loaded one."""
     new = dict(fresh.named_modules())
     for name, module in model.named_modules():
         label, method = name or "the model", type(getattr(module, "quant_method", None)).__name__
@@ -191,7 +194,7 @@ def _scalars(module: nn.Module | None) -> dict[str, object]:
 
 
 def register() -> None:
-    """Make cubroker known to SGLang: the entry point of ``sglang.srt.plugins``, called in every process."""
+    """Register cubroker with SGLang: the entry point of ``sglang.srt.plugins``, called in every process."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -214,7 +217,7 @@ def _with_our_loader(verify: Callable[[LoadConfig], None], config: LoadConfig) -
 def _updated_from_disk(
     update: Callable[..., tuple[bool, str]], updater: Any, model_path: str, *rest: Any, **options: Any
 ) -> tuple[bool, str]:
-    """Show another version of the pool to the model, at the same addresses, between two steps of the engine."""
+    """Map another version of the pool for the model, at the same addresses, between two steps of the engine."""
     held = find_held(updater.get_model())
     if held is None:
         return update(updater, model_path, *rest, **options)

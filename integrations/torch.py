@@ -5,16 +5,16 @@ of its allocation's storage, since torch saves, pickles, copies and sends whole 
 a storage, as those of tied parameters do. Slicing a storage and setting an empty tensor on the slice are two calls into
 C; a DLPack import per tensor costs several times as much.
 
-*Building* (:class:`MemPool`). Inside ``with pool.use():`` torch's caching allocator takes its segments from a draft,
+*Building* (:class:`MemPool`). Inside ``with pool.use():`` torch's caching allocator allocates its segments in a draft,
 through two functions of ours. They are made by ctypes, live as long as the process, and serve all pools: :class:`Room`
-says what is free in a draft. Torch calls them in the middle of an allocation, with its own lock held. So no exception
-leaves them: errors are kept, and raised where the block ends; a signal waits until the call is over; no garbage is
-collected meanwhile, since that could free tensors. Torch gives a segment back when nothing lives in it any more, maybe
-long after the seal; until then the segment keeps the memory mapped.
+tracks what is free in a draft. Torch calls them in the middle of an allocation, while it holds its own lock. So no
+exception leaves them (errors are kept, and raised at the end of the block), signals wait until the call has returned,
+and the garbage collector is off during the call, since it could free tensors. Torch frees a segment when no tensor is
+left in it, maybe long after the seal; until then the segment keeps the memory mapped.
 
-Building was tried with torch 2.11 (GPU) and 2.14 (the parts without one). Torch has public functions for all of it but
-one, since its ``CUDAPluggableAllocator`` reads a library from a file: ``torch._C._cuda_customAllocator``, which that
-class calls.
+Building was tried with torch 2.11 (GPU) and 2.14 (the parts that need no GPU). It uses public functions of torch except
+for ``torch._C._cuda_customAllocator``: ``CUDAPluggableAllocator``, the public class that calls this function, accepts
+functions from a library file alone.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ BLOCK = 512
 """Bytes. Torch gives a tensor a multiple of this."""
 
 SMALL, MEDIUM = 1 << 20, 10 << 20
-"""Bytes of the largest tensor that torch puts into a segment of 2 MiB, and of the smallest with one of its own."""
+"""Bytes of the largest tensor that torch puts into a 2 MiB segment, and of the smallest that gets a segment alone."""
 
 SHARED = 20 << 20
 """Bytes of a segment for tensors in between."""
 
 AGAIN = 0.001
-"""Seconds after which a signal is sent again that came in the middle of a call from torch."""
+"""Seconds after which a signal that arrived in the middle of a call from torch is sent again."""
 
 _AT_ONCE = [0] * 64
-"""Sizes of the empty tensors that are made at once."""
+"""Sizes of the empty tensors that one split makes."""
 
 MAX_NAMED = 8
-"""Things that a message names."""
+"""How many allocations an error message names at most."""
 
 
 # -- reading -------------------------------------------------------------------------------------------
@@ -100,13 +100,13 @@ while the storage lives.
 def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
     """Return every tensor of ``pool`` as a view of the shared memory, in the pool's order.
 
-    Torch packs two elements of a four-bit dtype into one, so the last dimension is half as long. Dtypes that torch
-    lacks come as ``uint8``: in their own shape if an element is a byte, else flat.
+    Torch packs two elements of a four-bit dtype into one, so the last dimension is half as long. A tensor whose dtype
+    torch lacks is returned as ``uint8``: with its own shape if an element is one byte, else one-dimensional.
 
     The tensors keep the memory mapped, and the lease with it, until the last of them is gone, even if ``pool`` is
-    closed. Do not write to them: all processes see the same bytes. Each has a storage of exactly its bytes: it can be
-    saved, pickled and copied, and refuses to be moved to another process (``TypeError``). Names that are tied in the
-    pool have tensors on the same storage.
+    closed. Do not write to them: all processes see the same bytes. Each has a storage of exactly its bytes, so it can
+    be saved, pickled and copied; moving it to another process raises ``TypeError``. Tensors whose names are tied in the
+    pool share a storage.
 
     Raises:
         Invalid: the pool is closed.
@@ -122,10 +122,10 @@ def state_dict(pool: Pool) -> dict[str, torch.Tensor]:
 
 
 class _Slab:
-    """An allocation as torch's memory, of which tensors are made: each an empty one that is set on a storage.
+    """One allocation as a torch tensor; it makes the pool's tensors by setting empty tensors on slices of its storage.
 
-    Torch takes nearly as long to make an empty tensor as for the rest. A split into parts without elements makes many
-    at once, and the unsafe one makes no views of them: each has a version of its own, as autograd needs it.
+    Making an empty tensor costs nearly as much as all the rest. Splitting one into parts without elements makes many in
+    one call. The unsafe split does not make them views, so each has its own version counter, as autograd needs it.
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class _Slab:
     def tensors(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors of the allocation by name; those that begin at the same byte are on the same storage."""
         storages, forms = self._storages, _Forms()
-        # The method below UntypedStorage's, which asks for the device each time: that takes most of a slice's time.
+        # The base class's method: UntypedStorage's asks for the device each time, which takes most of a slice's time.
         part = super(torch.UntypedStorage, self._storage).__getitem__
         for spec in specs:
             offset = spec.offset
@@ -161,7 +161,7 @@ class _Slab:
 
 
 class _Forms(dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...], int]]):
-    """A tensor's dtype and shape in torch, and its bytes, by its dtype and shape here."""
+    """The results of :func:`_form`, by the dtype and the shape that a tensor has in the pool."""
 
     def __missing__(self, key: tuple[str, tuple[int, ...]]) -> tuple[torch.dtype, tuple[int, ...], int]:
         found = self[key] = _form(*key)
@@ -169,7 +169,7 @@ class _Forms(dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...
 
 
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Return a tensor's dtype and shape in torch, and its bytes."""
+    """Return a tensor's dtype and shape in torch, and its size in bytes."""
     nbytes = dtypes.nbytes(dtype, shape)
     if dtype == "F4" and dtype in DTYPES and shape and shape[-1] % 2 == 0:
         return DTYPES[dtype], (*shape[:-1], shape[-1] // 2), nbytes
@@ -189,20 +189,20 @@ class OutOfRoom(OutOfMemory, torch.cuda.OutOfMemoryError):
 
 
 class Room:
-    """A range of addresses, of which pieces are taken, first fit, and given back in any order.
+    """A range of addresses from which pieces are allocated, first fit, and freed in any order.
 
     Args:
         start: the first address.
-        nbytes: its size.
-        keeper: what keeps the memory mapped; dropped when the room is closed and nothing is taken any more.
+        nbytes: the size of the range.
+        keeper: the object that keeps the memory mapped; dropped once the room is closed and no piece is taken.
     """
 
     def __init__(self, start: int, nbytes: int, keeper: object = None) -> None:
         self.start = start
         self.nbytes = nbytes
-        #: Bytes of the last request that was refused; 0: none was.
+        #: Bytes of the last request that was refused; 0 if none was.
         self.refused = 0
-        #: What went wrong in a call of torch's, to be raised behind it.
+        #: The exception in a call from torch, to be raised after that call.
         self.error: BaseException | None = None
         self._keeper = keeper
         self._free = [(start, nbytes)]  # by address; no two touch
@@ -225,7 +225,7 @@ class Room:
         return not self._taken
 
     def take(self, nbytes: int) -> int | None:
-        """Return the address of a piece, a multiple of 512 bytes behind the start; None if no free one is as large."""
+        """Allocate a piece; return its address, a multiple of 512 bytes after the start, or None if none is free."""
         nbytes = round_up(max(nbytes, 1), BLOCK)
         assert not self._closed
         for index, (pointer, size) in enumerate(self._free):
@@ -237,13 +237,13 @@ class Room:
         return None
 
     def close(self) -> None:
-        """Keep the memory mapped only for as long as some of it is taken."""
+        """Keep the memory mapped only as long as a piece is taken."""
         self._closed = True
         if not self._taken:
             self._keeper = None
 
     def give_back(self, pointer: int) -> None:
-        """Take a piece back; raises ``KeyError`` if it is not taken."""
+        """Free a piece; raises ``KeyError`` if it is not taken."""
         nbytes = self._taken.pop(pointer)
         index = bisect_left(self._free, (pointer, 0))
         if index < len(self._free) and self._free[index][0] == pointer + nbytes:
@@ -272,11 +272,11 @@ class _Active(threading.local):
 _active = _Active()
 
 _segments: dict[int, Room] = {}
-"""The room of every segment that torch has, by address; it keeps the memory of the room."""
+"""The room of every segment that torch has, by the segment's address; this reference keeps the room's memory mapped."""
 
 
 def _take(nbytes: int, _device: int, _stream: int | None) -> int | None:
-    """Give torch a segment; None, a null pointer, if there is no room. Torch sees that only this thread asks here."""
+    """Allocate a segment for torch; None (a null pointer) if there is no room. Only threads in ``use()`` get here."""
     room = _active.room
     collects = gc.isenabled()
     try:
@@ -295,7 +295,7 @@ def _take(nbytes: int, _device: int, _stream: int | None) -> int | None:
 
 
 def _give_back(pointer: int | None, _nbytes: int, _device: int, _stream: int | None) -> None:
-    """Take a segment back from torch, in whichever thread it happens."""
+    """Free a segment that torch gives back, in any thread."""
     collects = gc.isenabled()
     try:
         gc.disable()
@@ -320,10 +320,11 @@ def _allocator() -> Any:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Let no signal handler run in the middle of a call from torch within a block; in the main thread, they run there.
+    """Keep signal handlers, within a ``with`` block, from running in the middle of a call from torch.
 
-    Python runs a handler before the first line of a function, too, where nothing can catch what it raises. A signal
-    that comes at such a moment is sent again a little later: nothing tells when a call from C is over.
+    Python runs handlers in the main thread alone, so this does nothing in others. A handler can run before the first
+    line of a function, where nothing can catch what it raises. A signal that arrives during such a call is sent again
+    after :data:`AGAIN` seconds, since nothing reports the end of a call from C.
     """
     wrapped: dict[int, tuple[Any, Any]] = {}
 
@@ -367,14 +368,14 @@ class MemPool(Closeable, NotPicklable):
             version = pool.seal(model)
             serve(model)  # on the same addresses, read-only; other processes attach
 
-    Closing it without a seal discards the draft. The memory stays mapped, and the lease held, until torch has given
-    back the last segment of it: when all tensors in it are gone and this object is closed; with tensors that outlive
-    it, at torch's next ``empty_cache()``.
+    Closing it without a seal discards the draft. The memory stays mapped, and the lease held, until torch has freed the
+    last segment. If no tensor is left when this object is closed, torch does that then; if tensors outlive this object,
+    at the next ``empty_cache()`` after they are gone.
 
     Args:
         broker: the session.
         name: the pool's.
-        nbytes: the room; see :meth:`size_of`. What is not used stays allocated with the version.
+        nbytes: the room, in bytes; see :meth:`size_of`. Unused room stays allocated with the version.
         device: the GPU, as torch names it; by default torch's current one.
         share: as for :meth:`Broker.create`; an ``ipc`` version stays writable here.
         wait: as for :meth:`Broker.create`.
@@ -382,10 +383,11 @@ class MemPool(Closeable, NotPicklable):
         durable: as for :meth:`Broker.create`.
 
     Attributes:
-        pool: the draft, which is a :class:`Pool` of the version once that is sealed.
+        pool: the draft; after the seal it is a :class:`Pool` of the version.
 
     Raises:
-        Unsupported: the broker's devices are emulated in host memory, where torch has no hook; or ``multicast``.
+        Unsupported: the broker's devices are emulated in host memory, where torch has no hook; or ``share`` is
+            ``multicast``.
         CubrokerError: as :meth:`Broker.create`.
     """
 
@@ -430,18 +432,18 @@ class MemPool(Closeable, NotPicklable):
 
     @property
     def left(self) -> int:
-        """Bytes of the room that torch has not taken, for segments; it divides those itself."""
+        """Bytes of the room that torch has not allocated as segments; torch divides each segment itself."""
         return self._room.left
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Have torch allocate in the draft what this thread asks for on the device, within a ``with`` block.
+        """Have torch allocate this thread's memory on the device in the draft, within a ``with`` block.
 
-        What is cached by then is not used, and what is freed meanwhile is used again. What libraries allocate inside
-        for themselves lies here as well: build the model inside, and run it outside.
+        Torch does not use memory that it cached before the block, and reuses memory that is freed within it. Memory
+        that libraries allocate for themselves is in the draft as well: build the model inside, and run it outside.
 
         Raises:
-            OutOfRoom: torch ran out of memory here; it says how much room there would have to be.
+            OutOfRoom: torch ran out of room in the draft; the message says how much would be needed.
             Invalid: the pool is sealed or closed, or this thread uses one already.
         """
         if self._torch is None or self.pool.sealed or self.pool.closed:
@@ -466,21 +468,21 @@ class MemPool(Closeable, NotPicklable):
                 raise room.error
 
     def seal(self, source: nn.Module | Mapping[str, torch.Tensor], *, digest: bool = False, copy: bool = False) -> int:
-        """Publish tensors that were made inside, where they are; returns the version.
+        """Publish tensors that were made in :meth:`use`, without moving them; returns the version.
 
         The tensors stay as they are, and nothing may write to them any more: a kernel that does ends this process's
-        context. All work that was submitted to the device is waited for.
+        CUDA context. The call waits for all work that was submitted to the device.
 
         Args:
             source: a model, or a mapping of names to tensors.
             digest: as for :meth:`Draft.seal`.
-            copy: copy tensors that cannot be published where they are, into what room is left, and set their ``data``
-                to the copy: those made outside, with gaps, or at no multiple of 256 bytes.
+            copy: whether to copy tensors that cannot be published where they are (made outside, with gaps, or not at a
+                multiple of 256 bytes) into the room that is left, and to set their ``data`` to the copies.
 
         Raises:
-            Invalid: a tensor lies elsewhere, by its name; or something else that lives was made inside, which nothing
-                could write to any more. The draft stays open.
-            OutOfRoom: there is no room for the copies.
+            Invalid: a tensor, which the message names, is not in the draft; or the draft has a live allocation that is
+                not published, and nothing could write to that any more. The draft stays open.
+            OutOfRoom: the room is too small for the copies.
             CubrokerError: as :meth:`Draft.seal`.
         """
         if self._torch is None:
@@ -498,17 +500,17 @@ class MemPool(Closeable, NotPicklable):
         return self.pool.seal(layout=layout, digest=digest, in_place=True)
 
     def close(self) -> None:
-        """Let torch give the memory back as soon as no tensor lives in it; without a seal, discard the draft."""
+        """Let torch free the memory as soon as no tensor is left in it; without a seal, discard the draft."""
         self._torch = None
         self._room.close()
         self.pool.close()
 
     @staticmethod
     def size_of(source: nn.Module | Mapping[str, torch.Tensor]) -> int:
-        """Return how many bytes of room torch takes for tensors, made one after the other, without any others.
+        """Return how many bytes of room torch needs for these tensors alone, if they are made one after the other.
 
-        They may be on the meta device. Buffers that are not persistent count. Add what is made besides: a tensor that
-        is converted after it was made lies there twice, for a moment.
+        They may be on the meta device. Buffers that are not persistent count. Add the room for temporary tensors: a
+        tensor that is converted after it was made is there twice during the conversion.
         """
         tensors = [*source.parameters(), *source.buffers()] if isinstance(source, nn.Module) else [*source.values()]
         return segments(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -528,7 +530,7 @@ class MemPool(Closeable, NotPicklable):
         )
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give the tensors that cannot be published where they are copies in the draft as their ``data``."""
+        """Copy tensors that cannot be published where they are into the draft; the copies become their ``data``."""
         from cubroker.client.draft import describe, find_in
 
         _, elsewhere = find_in(self.pool, describe(tensors, self._driver))
@@ -542,8 +544,8 @@ class MemPool(Closeable, NotPicklable):
                     tensor.data = made.copy_(tensor)
 
     def _check_alone(self, tensors: list[torch.Tensor]) -> None:
-        """Raise ``Invalid`` if anything in the pool lives that is in none of the storages of these tensors."""
-        # A view keeps its base, even when its data was replaced by a copy. No one else needs that memory any more.
+        """Raise ``Invalid`` if the pool has a live allocation that is not the storage of one of these tensors."""
+        # A view keeps its base alive, even after a copy has replaced its data. Nothing else needs the base's memory.
         whole = [*tensors, *(tensor._base for tensor in tensors if tensor._base is not None)]
         known = {tensor.untyped_storage().data_ptr() for tensor in whole}
         strays = self._strays(known)
@@ -559,7 +561,7 @@ class MemPool(Closeable, NotPicklable):
             )
 
     def _strays(self, known: set[int]) -> list[tuple[int, int]]:
-        """Return the address and the bytes of each allocation that is none of the known ones."""
+        """Return the address and the size in bytes of each allocation whose address is not in ``known``."""
         assert self._torch is not None
         found: list[tuple[int, int]] = []
         for segment in self._torch.snapshot():  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ class Pretrained(NamedTuple):
 
     #: In evaluation mode, with the generation config of its folder; it keeps the memory mapped while it lives.
     model: Any
-    #: None if there is none beside the configuration.
+    #: None if the configuration's folder has none.
     tokenizer: Any
 
 
@@ -54,22 +54,22 @@ def from_pool(
     strict: bool = True,
     trust_remote_code: bool = False,
 ) -> Pretrained:
-    """Return a model on the weights of a pool, and its tokenizer: ``AutoModel.from_pretrained`` without its files.
+    """Return a model on the weights of a pool, and its tokenizer: ``AutoModel.from_pretrained`` without weight files.
 
     ::
 
         model, tokenizer = from_pool("llama", "/models/llama", device=0)
 
-    Of the folder, the configuration, the generation config and the tokenizer are read. The weights are neither read nor
-    copied: the pool was loaded by ``cubroker load``, published from a model, or is a runtime pool.
+    It reads the configuration, the generation config and the tokenizer from the folder. It neither reads nor copies the
+    weights: the pool was loaded by ``cubroker load``, published from a model, or is a runtime pool.
 
     Args:
         name: the pool.
-        config: a folder or the name of a model of the hub, as ``from_pretrained`` takes it; or a configuration, whose
-            folder, if it has one, has the rest.
-        auto: the class that makes the model of its configuration, such as ``AutoModelForCausalLM``; by default that
-            which the configuration names first among its architectures.
-        broker: where; by default a session of its own, as ``Broker()`` opens one.
+        config: a folder or the name of a model of the hub, as for ``from_pretrained``; or a configuration: then the
+            generation config and the tokenizer are read from the folder that it came from, if any.
+        auto: the class that makes the model from its configuration, such as ``AutoModelForCausalLM``; by default the
+            first of the architectures that the configuration names.
+        broker: the session; by default a new one, opened by ``Broker()``.
         version: as for :meth:`Broker.attach`.
         device: as for :meth:`Broker.attach`.
         wait: as for :meth:`Broker.attach`.
@@ -79,7 +79,7 @@ def from_pool(
     Raises:
         NotFound: there is no such configuration; or as :meth:`Broker.attach`.
         Invalid: the configuration names no architecture of this release of transformers, and ``auto`` is not given; the
-            generation config or the tokenizer is there and cannot be read; or as :func:`attach_model`.
+            generation config or the tokenizer exists and cannot be read; or as :func:`attach_model`.
         CubrokerError: as :meth:`Broker.attach`.
     """
     config, source = _configuration(config, trust_remote_code=trust_remote_code)
@@ -96,7 +96,7 @@ def from_pool(
 
 
 def _configuration(config: Any, *, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the configuration that was named or given, and the folder or name that it is of."""
+    """Return the configuration that was named or given, and its folder or name."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(config, PretrainedConfig):
@@ -111,7 +111,7 @@ def _configuration(config: Any, *, trust_remote_code: bool) -> tuple[Any, str]:
 
 
 def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:
-    """Make a model of a configuration."""
+    """Make a model from a configuration."""
     import transformers
 
     if auto is not None:
@@ -128,7 +128,7 @@ def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:
 
 
 def _with_generation(model: Any, source: str) -> Any:
-    """Give a model that generates the generation config beside its configuration, if there is one."""
+    """Set the generation config of the configuration's folder, if it has one, on a model that can generate."""
     from transformers import GenerationConfig
 
     if getattr(model, "can_generate", lambda: False)() and _has(source, GENERATION):
@@ -138,7 +138,7 @@ def _with_generation(model: Any, source: str) -> Any:
 
 
 def _tokenizer(source: str, *, trust_remote_code: bool) -> Any:
-    """Return the tokenizer beside a configuration; None if there is none."""
+    """Return the tokenizer in the configuration's folder; None if it has none."""
     from transformers import AutoTokenizer
 
     if not _has(source, *TOKENIZERS):
@@ -148,7 +148,7 @@ def _tokenizer(source: str, *, trust_remote_code: bool) -> Any:
 
 
 def _has(source: str, *files: str) -> bool:
-    """Whether a folder, or a model of the hub, has one of these files; a configuration may name what is gone."""
+    """Whether a folder, or a model of the hub, has one of these files; False if the folder or model is gone."""
     from transformers.utils import has_file
 
     try:
@@ -159,7 +159,7 @@ def _has(source: str, *files: str) -> bool:
 
 @contextmanager
 def _read(what: str, source: str) -> Iterator[None]:
-    """Have what libraries raise as they read a file that is there tell which it is."""
+    """Raise ``Invalid``, with what was read, in place of what libraries raise as they read an existing file."""
     try:
         yield
     except Exception as error:  # the tokenizers library raises just that
@@ -183,14 +183,14 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
     Args:
         model: a model made under ``torch.device("meta")``; it is changed in place, also if this fails.
         pool: its weights. The model keeps the memory mapped while it lives.
-        strict: whether a name that only one of the two has is an error. Otherwise the pool's other names are left out,
-            and tensors that the pool lacks must have been given a value before.
+        strict: whether a name that only the model or only the pool has is an error. Otherwise the pool's other names
+            are left out, and tensors that the pool lacks must have been given a value before.
 
     Returns:
         ``model``, for convenience.
 
     Raises:
-        Invalid: names or shapes of the two do not match, or a tensor would stay without data.
+        Invalid: names or shapes of model and pool do not match, or a tensor would stay without data.
     """
     state = _prefixed(model, state_dict(pool))
     twins = _complete_twins(model, state)
@@ -214,7 +214,7 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
 
 
 def _prefixed(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name the tensors as ``model`` does: a base model's file may meet a model with a head, or the reverse."""
+    """Name the tensors as ``model`` does: the pool may be a base model's and ``model`` have a head, or the reverse."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = model.state_dict().keys()
     has, wants = (any(name.startswith(prefix) for name in side) for side in (state, names))
@@ -225,7 +225,7 @@ def _prefixed(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 def _complete_twins(model: nn.Module, state: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Return the groups of names that share one parameter; where ``state`` has one name of a group, add the others."""
+    """Return the groups of names that share one parameter; if ``state`` has one name of a group, add the others."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -239,7 +239,7 @@ def _complete_twins(model: nn.Module, state: dict[str, torch.Tensor]) -> list[li
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether one may replace the other; torch does not compare tensors on two devices, as of a sharded pool."""
+    """Whether one may replace the other; torch cannot compare tensors on two devices, as in a sharded pool."""
     if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
         return False
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other)

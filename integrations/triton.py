@@ -1,4 +1,4 @@
-"""Triton Inference Server: inputs and outputs of requests in a scratch pool, in place of in the requests.
+"""Triton Inference Server: inputs and outputs of requests in a scratch pool instead of in the requests.
 
 ::
 
@@ -8,15 +8,15 @@
         pool["Y"]  # has the answer
 
 On a GPU the server opens the memory of an ``ipc`` pool by CUDA IPC handle, as CUDA regions, and nothing is copied. It
-opens system regions by a name in ``/dev/shm`` alone, which the memory of host devices does not have: for them a file of
-the same size is registered for each allocation, and bytes are copied there and back.
+opens system regions only by a name in ``/dev/shm``, which the memory of host devices does not have. For each allocation
+of a host device a file of the same size is registered, and bytes are copied there and back.
 
-The server keeps what it has opened until it is told to unregister it, or ends. So :class:`Regions` holds the pool's
-lease until that was done, also if the pool is closed before. A client that is killed leaves its regions registered;
-:func:`sweep`, with which each registration begins, finds them by the processes in their names. Until then the pool
+The server keeps a region open until the region is unregistered or the server ends. :class:`Regions` holds the pool's
+lease until then, even if the pool is closed before. A client that is killed leaves its regions registered. Every
+registration begins with :func:`sweep`, which finds such regions by the process in their names. Until then the pool
 should not be retired: the broker does not see the server's mapping, and would free the memory under it.
 
-What is spoken is Triton's HTTP API: its extensions ``system_shared_memory`` and ``cuda_shared_memory``.
+The module uses the extensions ``system_shared_memory`` and ``cuda_shared_memory`` of Triton's HTTP API.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ URL = "http://127.0.0.1:8000"
 """Where a server listens by default."""
 
 SYSTEM, CUDA = "systemsharedmemory", "cudasharedmemory"
-"""The kinds of regions, as the API's paths have them."""
+"""The kinds of regions, as the API's paths name them."""
 
 TYPES = {
     "BOOL": "BOOL",
@@ -76,7 +76,7 @@ TYPES = {
     "BF16": "BF16",
     **{f"F{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
-"""Triton's name of each dtype that it has."""
+"""Triton's name of each dtype that it supports."""
 
 FOLDER = Path("/dev/shm")
 """Where shm_open(3) finds shared memory by name."""
@@ -84,8 +84,8 @@ FOLDER = Path("/dev/shm")
 JSON = {"Content-Type": "application/json"}
 
 _NAME = re.compile(r"cubroker-([0-9a-f]{1,16})-([1-9][0-9]{0,8})-([0-9]{1,20})-[0-9]{1,20}")
-"""Names of regions: the namespace of the process's id, the id, when the process started, and a number. Other clients
-may register any name, and a number that no process can have is not ours."""
+"""Names of regions: PID namespace, PID and start time of the process, and a counter. Other clients may register any
+name; one with a number that no process can have is not ours."""
 
 _numbers = itertools.count(1)
 
@@ -99,16 +99,16 @@ class Span(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One output, which lies in its tensor from the first byte on."""
+    """One output, stored in its tensor from the first byte on."""
 
-    #: Triton's name of its type, which is that of the tensor.
+    #: Triton's name of its type, which is the type of the tensor.
     datatype: str
-    #: Of the output, which may be smaller than the tensor.
+    #: The shape of the output, which may be smaller than the tensor.
     shape: tuple[int, ...]
 
 
 class _Sent(Struct):
-    """One output, as a reply has it."""
+    """One output in a reply."""
 
     name: str
     datatype: str
@@ -124,7 +124,7 @@ class _Reply(Struct):
 
 
 Answer = Output
-"""Its name before, which goes with the next version."""
+"""The old name of :class:`Output`; the next version removes it."""
 
 
 def register(
@@ -135,21 +135,21 @@ def register(
     timeout: float = 10.0,
     headers: Mapping[str, str] | None = None,
 ) -> Regions:
-    """Register the memory of a pool with a running server, after regions of processes that have ended were swept.
+    """Register the memory of a pool with a running server; first sweep regions of processes that have ended.
 
     Args:
         pool: a ``writable`` one; on GPUs shared as ``ipc``.
         url: of the server's HTTP endpoint, on this host.
         device_id: the number of the pool's GPU in the server's process; by default that in this process.
-        timeout: seconds that the server may take for a whole answer to anything but an inference.
+        timeout: seconds that the server may take for a whole answer to any request except an inference.
         headers: sent with every request, such as that of ``--http-restricted-api``.
 
     Raises:
-        Invalid: the pool is a draft, not writable, closed or asleep, or on several GPUs with one ``device_id``; the URL
-            is none; or the server refused, and why.
+        Invalid: the pool is a draft, not writable, closed or asleep, or on several GPUs with one ``device_id``; ``url``
+            is not a URL; or the server refused, for the reason in the message.
         Unsupported: the pool is on a GPU and not shared as ``ipc``.
-        OutOfMemory: ``/dev/shm`` has no room for what is registered in place of a host device's memory.
-        Unavailable, TimedOut: the server cannot be reached, or does not answer. The message names what the
+        OutOfMemory: ``/dev/shm`` has no room for the files that are registered in place of a host device's memory.
+        Unavailable, TimedOut: the server cannot be reached, or does not answer. The message names the regions that the
             server may keep.
     """
     _check(pool, device_id)
@@ -170,9 +170,9 @@ def register(
 
 
 def sweep(url: str = URL, *, timeout: float = 10.0, headers: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Unregister what processes have registered that have ended since; returns the names of the regions.
+    """Unregister the regions of processes that have ended; returns the names of the regions.
 
-    Processes in another namespace of process ids, as in another container, are left alone.
+    Regions of processes in another PID namespace, such as another container, are left alone.
 
     Raises:
         Invalid, Unavailable, TimedOut: as :func:`register`.
@@ -183,8 +183,8 @@ def sweep(url: str = URL, *, timeout: float = 10.0, headers: Mapping[str, str] |
 class Regions:
     """The memory of a pool, as regions of a server, and the requests that use them.
 
-    Leaving it as a context manager unregisters them. An error of the ``with`` block goes on, then, with a note if that
-    failed. They are unregistered too when this object is dropped, and at the interpreter's exit; failures are logged.
+    The end of a ``with`` block unregisters them. If that fails while an error leaves the block, the error gets a note.
+    They are also unregistered when this object is dropped, and at the interpreter's exit; failures are then logged.
     """
 
     def __init__(self, pool: Pool, registration: _Registration) -> None:
@@ -224,20 +224,20 @@ class Regions:
         return Span(self._region(tensor).name, self._tensors[tensor].nbytes, self._tensors[tensor].offset)
 
     def copy_in(self, *tensors: str) -> None:
-        """Show the server what tensors hold now; on a GPU it sees the tensors, and submitted work is waited for.
+        """Make the content of tensors visible to the server: on a GPU wait for submitted work, else copy the bytes.
 
         Raises:
-            KeyError, Invalid: as for an item.
+            KeyError, Invalid: as for ``regions[tensor]``.
             DeviceFailure: work on the GPU has failed.
         """
         for tensor in tensors:
             self._region(tensor).copy_in(self[tensor])
 
     def copy_out(self, *tensors: str) -> None:
-        """Give tensors what the server has stored; on GPUs it has stored it in the tensors themselves.
+        """Copy what the server has stored to tensors; on GPUs do nothing, as it stores to the tensors themselves.
 
         Raises:
-            KeyError, Invalid: as for an item.
+            KeyError, Invalid: as for ``regions[tensor]``.
         """
         for tensor in tensors:
             self._region(tensor).copy_out(self[tensor])
@@ -251,26 +251,26 @@ class Regions:
         version: str = "",
         timeout: float = 600.0,
     ) -> dict[str, Output]:
-        """Have a model compute; its inputs are tensors of the pool, and so are its outputs afterwards.
+        """Run a model on inputs that are tensors of the pool; the server stores the outputs in tensors of the pool.
 
         Args:
             model: its name at the server.
             inputs: the tensor for each input of the model; its shape is that of the input.
-            outputs: the tensor for each output that is to be computed, one at least, which has room for it.
+            outputs: the tensor for each output to compute, at least one; the tensor must have room for the output.
             version: the model's; by default as the server chooses.
-            timeout: seconds until the answer. After them the server may still write to the outputs.
+            timeout: seconds to wait for the answer. After a timeout the server may still write to the outputs.
 
         Returns:
             Type and shape of each output.
 
         Raises:
             KeyError: the pool has no such tensor.
-            Invalid: no output is asked for; the server refused; an output is missing, came in the reply itself or is of
-                another type than its tensor; or as for an item.
-            Unsupported: Triton has no such type.
+            Invalid: no output is asked for; the server refused; an output is missing, is in the reply itself or has
+                another type than its tensor; or as for ``regions[tensor]``.
+            Unsupported: Triton lacks the dtype of a tensor.
             Unavailable, TimedOut: the server cannot be reached, or does not answer.
         """
-        if not outputs:  # for which Triton sends all of them, in its reply
+        if not outputs:  # Triton would send all outputs in its reply
             raise Invalid(f"no output of model {model!r} is asked for; name one at least, and a tensor for it")
         body = {
             "inputs": [{**self._described(tensor), "name": name} for name, tensor in inputs.items()],
@@ -286,7 +286,7 @@ class Regions:
         return answers
 
     def _answers(self, reply: object, model: str, outputs: Mapping[str, str]) -> dict[str, Output]:
-        """Return what a reply says of the outputs that were asked for; raises ``Invalid`` unless all are in place."""
+        """Return type and shape of each requested output; raises ``Invalid`` unless all are in their tensors."""
         try:
             sent = {each.name: each for each in msgspec.convert(reply, _Reply).outputs}
         except msgspec.ValidationError as error:
@@ -311,17 +311,17 @@ class Regions:
         return answers
 
     def close(self, *, ended: bool = False) -> None:
-        """Unregister the regions, and let go of the pool's lease; again: try what has failed before.
+        """Unregister the regions, and give up the pool's lease; a second call retries what has failed.
 
-        A server that refuses the connection may be ending, and still use memory of a GPU that it has opened. Of host
-        devices it has opened copies alone: these are let go of then, and the log says so.
+        A server that refuses the connection may be ending, and may still use memory of a GPU that it has opened. For
+        host devices it has opened only copies: these are then given up, with a line in the log.
 
         Args:
             ended: whether the caller knows that the server's process is gone, and its mappings with it.
 
         Raises:
-            Unavailable, TimedOut, Invalid: regions stay registered, which are named. The lease stays, too, while this
-                object lives.
+            Unavailable, TimedOut, Invalid: regions stay registered; the message names them. The lease stays, too, while
+                this object lives.
         """
         self._registration.release(ended=ended)
 
@@ -339,14 +339,15 @@ class Regions:
 
 
 class _Registration:
-    """What this process has registered for one pool. It does not refer to :class:`Regions`, and may outlive it.
+    """The regions that this process has registered for one pool, without a reference to :class:`Regions`.
 
-    Tracebacks keep frames, so no frame that raises refers to what keeps the memory leased.
+    It may outlive that object. Tracebacks keep frames alive, so no frame that raises refers to what keeps the memory
+    leased.
     """
 
     def __init__(self, server: _Server) -> None:
         self.server = server
-        #: Whether its owner is gone without closing it, so that it is released with the next occasion.
+        #: Whether its owner is gone without closing it, so that the next sweep releases it.
         self.abandoned = False
         self._regions: dict[int, _Region] = {}
         self._owner = OwnerProcess()
@@ -362,7 +363,7 @@ class _Registration:
         return self._regions[allocation]
 
     def add(self, pool: Pool, number: int, device_id: int | None) -> None:
-        """Register the allocation that is so many after the first, and keep it leased from now on."""
+        """Register the pool's allocation of this index, and keep it leased from now on."""
         path, body, mirror = self._prepare(pool.handles()[number], pool.allocation_views[number], device_id)
         with mirror.named(body["key"]) if mirror else nullcontext():
             self.server.call("POST", path, body)
@@ -370,7 +371,7 @@ class _Registration:
     def _prepare(
         self, handle: AllocationHandle, view: SharedTensor, device_id: int | None
     ) -> tuple[str, dict[str, Any], _Mirror | None]:
-        """Note a region first, since a server that does not answer may have registered it, and return the request."""
+        """Record a region, and return the request for it; a server that does not answer may have registered it."""
         name = f"{_own_name()}-{next(_numbers)}"
         body: dict[str, Any] = {"byte_size": handle.nbytes}
         mirror = _Mirror(name, handle.nbytes) if _on_host(view) else None
@@ -385,7 +386,7 @@ class _Registration:
         return f"{region.path}/register", body, mirror
 
     def release(self, *, ended: bool = False) -> None:
-        """Unregister what is registered; raises why some of it is left, and what."""
+        """Unregister all regions; an error says which of them are left, and why."""
         if not self._owner.here():
             return
         for allocation in list(self._regions):
@@ -394,7 +395,7 @@ class _Registration:
         _registrations.discard(self)
 
     def abandon(self) -> None:
-        """Release it for one who cannot be told of a failure: that is logged, and it is tried again later."""
+        """Release it if no caller can handle a failure: a failure is logged, and the release is tried again later."""
         self.abandoned = True
         try:
             self.release()
@@ -418,7 +419,7 @@ class _Registration:
 
 
 _registrations: set[_Registration] = set()
-"""Those of this process that have regions."""
+"""The registrations of this process that have regions."""
 
 
 def _release_all() -> None:
@@ -426,7 +427,7 @@ def _release_all() -> None:
         registration.abandon()
 
 
-atexit.register(_release_all)  # called before what ends sessions, which was registered earlier
+atexit.register(_release_all)  # called before the function that ends sessions, which was registered earlier
 
 
 class _Region(NamedTuple):
@@ -434,9 +435,9 @@ class _Region(NamedTuple):
 
     name: str
     kind: str
-    #: All its bytes; it keeps the memory mapped, and leased.
+    #: All bytes of the allocation; the view keeps the memory mapped, and leased.
     view: SharedTensor
-    #: What the server has open in its place; None: it has the memory itself.
+    #: The copy that the server has open instead; None if it has the memory itself.
     mirror: _Mirror | None
 
     @property
@@ -458,7 +459,7 @@ class _Region(NamedTuple):
 
 
 class _Mirror:
-    """Shared memory with a name, which is taken away as soon as the server has opened it: nothing is left behind."""
+    """Shared memory with a name, which is unlinked as soon as the server has opened it, so that no file stays."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         self._path = FOLDER / name
@@ -466,7 +467,7 @@ class _Mirror:
 
     @contextmanager
     def named(self, key: str) -> Iterator[str]:
-        """Make it, and have it found under a name within a ``with`` block; yields the name."""
+        """Make the memory, and keep its name within a ``with`` block; yields the name."""
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -485,11 +486,11 @@ class _Mirror:
 
 
 class _NotListening(Unavailable):
-    """Nothing listens at the server's address: it starts, ends or has ended."""
+    """Nothing listens at the server's address: the server is starting, is ending or has ended."""
 
 
 class _Timed(RawIOBase):
-    """A connected socket, as far as :mod:`http.client` uses it, with a deadline for all that it does together."""
+    """The part of a connected socket that :mod:`http.client` uses, with one deadline for all its calls."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         self._socket, self._end = sock, end
@@ -513,7 +514,7 @@ class _Timed(RawIOBase):
         return self._ready().recv_into(buffer)
 
     def close(self) -> None:
-        """Stay open: some answers are read after the connection was closed."""
+        """Do nothing: http.client reads some answers after it has closed the connection."""
 
 
 class _Server:
@@ -523,7 +524,7 @@ class _Server:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname or "", parts.port
-        except ValueError:  # half an address of IPv6, or no number for a port
+        except ValueError:  # an incomplete IPv6 address, or a port that is not a number
             host = ""
         if not host or parts.scheme not in ("http", "https") or " " in url or not (url.isascii() and url.isprintable()):
             raise Invalid(f"{url!r} is no address of a Triton server; write {URL}, with its own host and port")
@@ -534,11 +535,12 @@ class _Server:
         self._headers = dict(headers)
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Send a request to a path below ``v2``, and return what the answer has, None if it is empty.
+        """Send a request to a path below ``v2``, and return the decoded answer, None if it is empty.
 
         Raises:
-            Invalid: the server refused, and it says why; or nothing can take so long.
-            TimedOut, Unavailable: there was no answer in time; of the latter ``_NotListening`` if nothing listens.
+            Invalid: the server refused, for the reason in the message; or the timeout is out of range.
+            TimedOut: there was no answer in time.
+            Unavailable: there was no answer; ``_NotListening`` if nothing listens.
         """
         seconds = self._timeout if timeout is None else timeout
         if not 0 < seconds <= MAX_WAIT:
@@ -568,7 +570,7 @@ class _Server:
             found = json.loads(data) if data else None
         except ValueError:
             found = {"error": data[:200].decode(errors="replace")}
-            status = max(status, 400)  # no answer of Triton's
+            status = max(status, 400)  # this answer is not Triton's
         if status >= 400:
             why = found.get("error", found) if isinstance(found, dict) else found
             raise Invalid(f"Triton at {self.url} refused {path} ({status}): {why}")
@@ -576,7 +578,7 @@ class _Server:
 
 
 def _on_host(view: SharedTensor) -> bool:
-    """Whether memory is that of a host device, which Triton opens by a name alone."""
+    """Whether memory belongs to a host device: Triton opens such memory only by a name."""
     return view.context.host
 
 
@@ -603,7 +605,7 @@ def _check(pool: Pool, device_id: int | None) -> None:
 
 
 def _sweep(server: _Server) -> tuple[str, ...]:
-    """See :func:`sweep`; what this process has left there goes, too."""
+    """See :func:`sweep`; also release what this process has abandoned there."""
     for registration in list(_registrations):
         if registration.abandoned and registration.server.url == server.url:
             registration.release()
@@ -645,5 +647,5 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """Return when a process started, in the kernel's ticks (proc_pid_stat(5), field 22): with the id it is unique."""
+    """Return when a process started, in the kernel's ticks (proc_pid_stat(5), field 22); unique with the PID."""
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])

@@ -1,7 +1,7 @@
-"""vLLM takes its weights from runtime pools: ``--load-format cubroker``.
+"""The loader that gives vLLM its weights from runtime pools: ``--load-format cubroker``.
 
-:mod:`cubroker.integrations.engine_loader` says what that does, and what ``--model-loader-extra-config`` has. Releases
-of vLLM are told apart by what they have, not by their numbers.
+:mod:`cubroker.integrations.engine_loader` describes it, and the options in ``--model-loader-extra-config``. The code
+tests whether vLLM has an attribute, and does not compare release numbers.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ NEUTRAL = (
     "VLLM_USAGE_",
     "VLLM_WORKER_MULTIPROC_METHOD",
 )
-"""How variables of vLLM's begin that no tensor depends on, besides those that its keys of compiled code leave out.
+"""Prefixes of variables of vLLM that no tensor depends on, in addition to those that its keys of compiled code omit.
 
-All others are part of the fingerprint. Variables that vLLM does not list, such as those by which its processes find
-each other, are not."""
+All others that vLLM lists are part of the fingerprint. Variables that it does not list, such as those by which its
+processes find each other, are not."""
 
 PACKED = "PREPACK"
-"""What is in the names of variables by which weights are packed, which are not part of keys of compiled code."""
+"""A part of the names of variables that control the packing of weights; keys of compiled code omit those."""
 
 PROCESSED: Any = getattr(model_utils, "weights_already_processed", None)
-"""The context in which post-processing leaves tensors alone; None: this vLLM has none."""
+"""vLLM's context in which post-processing leaves tensors alone; None if this vLLM has none."""
 
 ATTRIBUTES = ("has_own_embed_tokens", "has_own_lm_head")
-"""What vLLM sets on a draft model as it loads: which embeddings it has of its own."""
+"""Attributes that vLLM sets on a draft model as it loads: which embeddings are the draft model's own."""
 
 PREFIX = "vllm"
 """How names of pools begin by default."""
@@ -99,7 +99,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
     # -- what vLLM calls ---------------------------------------------------------------------------
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Download the checkpoint, unless ``checkpoint`` stands for it: then only an engine that loads needs it."""
+        """Download the checkpoint, unless the option ``checkpoint`` is set: then only an engine that loads needs it."""
         if self._options.checkpoint is None:
             self._plain().download_model(model_config)
 
@@ -108,7 +108,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
         raise NotImplementedError("weights of a pool are read-only; publish a new version, and switch to it")
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the pool, which are not this process's; 0 if there is none yet."""
+        """Return the bytes of the pool, which this process does not own; 0 if the pool does not exist yet."""
         try:
             with Broker(self._options.directory) as broker:
                 return broker.describe(self._rank_pool(vllm_config, vllm_config.model_config, broker).name)[0].nbytes
@@ -116,7 +116,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
             return 0
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """Return the model on the tensors of its pool, after it was published if need be."""
+        """Return the model on the tensors of its pool; publish the pool first if it does not exist."""
         target = self._target(vllm_config)
         if target.type == "cpu":
             _compute_on_the_weights_themselves()
@@ -154,7 +154,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
 
         def finish(got: Obtained) -> None:
             if got.loaded:
-                _finish(got.model, model_config, target)  # what it made of the tensors before refers to those
+                _finish(got.model, model_config, target)  # what it made before refers to the tensors before
             if _sleeps(model_config):
                 vllm_live.sleep_by_pools(model_config)
 
@@ -192,7 +192,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
         )
 
     def _facts(self, vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, object]:
-        """Return all that the tensors of this rank depend on."""
+        """Return the facts that the tensors of this rank depend on."""
         parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
         groups = {"tp": get_tp_group(), "pp": get_pp_group(), "dp": get_dp_group()}
         capability = current_platform.get_device_capability() if current_platform.is_cuda_alike() else None
@@ -223,7 +223,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 CubrokerModelLoader = VllmLoader
-"""Its name before, which goes with the next version."""
+"""The old name of :class:`VllmLoader`; the next version removes it."""
 
 
 def _variables() -> dict[str, str]:
@@ -245,7 +245,7 @@ class PoolCheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         """Do nothing: the tensors are in memory."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Have the model take its weights from the pool.
+        """Load the model's weights from the pool.
 
         Raises:
             Invalid: the pool lacks parameters of the model.
@@ -263,7 +263,7 @@ class PoolCheckpointLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def _apart(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a configuration whose models neither the engine nor a compiler knows, which would keep them alive."""
+    """Return a configuration whose models are not registered with engine or compiler, which would keep them alive."""
     compilation = copy.copy(vllm_config.compilation_config)
     compilation.mode = CompilationMode.NONE
     compilation.static_forward_context = {}
@@ -275,9 +275,9 @@ def _apart(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def register() -> None:
-    """Make cubroker known to vLLM: the entry point of ``vllm.general_plugins``, called in every process.
+    """Register cubroker with vLLM: the entry point of ``vllm.general_plugins``, called in every process.
 
-    A load format, and where this vLLM has them a backend of weight transfer and one of sleep mode.
+    It registers a load format and, if this vLLM has them, backends of weight transfer and of sleep mode.
     """
     from vllm.model_executor.model_loader import register_model_loader
 
@@ -286,11 +286,11 @@ def register() -> None:
 
 
 def preload(model: str, arguments: Sequence[str] = (), directory: Path | None = None) -> str:
-    """Start an engine, which loads and publishes unless that was done, and end it; returns how its pools' names begin.
+    """Start an engine, which publishes its pools unless they exist, and end it; returns the prefix of the pools' names.
 
     Args:
         model: a folder, or a name of the hub.
-        arguments: of ``vllm serve``, those of engines that shall attach.
+        arguments: the arguments of ``vllm serve`` with which other engines will attach.
         directory: where the broker listens, if the arguments do not say so.
 
     Raises:
@@ -315,14 +315,14 @@ def preload(model: str, arguments: Sequence[str] = (), directory: Path | None = 
 
 
 def _finish(model: nn.Module, model_config: ModelConfig, target: torch.device) -> None:
-    """Have post-processing make what it makes beside tensors, of tensors that it has processed."""
+    """Have post-processing make everything except tensors, from tensors that it has processed before."""
     processed: AbstractContextManager[object] = nullcontext() if PROCESSED is None else PROCESSED()
     with processed:
         process_weights_after_loading(model, model_config, target)
 
 
 def _check_quantization(model: nn.Module) -> None:
-    """Raise ``Unsupported`` for methods that would process weights once more."""
+    """Raise ``Unsupported`` for quantization methods that would process processed weights again."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         kind = type(method).__name__
@@ -340,7 +340,7 @@ def _sleeps(model_config: ModelConfig) -> bool:
 
 
 def _compute_on_the_weights_themselves() -> None:
-    """On a CPU, vLLM packs weights into memory of oneDNN's own; without it, it computes where they are."""
+    """Turn off oneDNN, with which vLLM packs weights on a CPU into other memory; without it vLLM uses them in place."""
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False

@@ -1,17 +1,17 @@
-"""What a running engine of vLLM does with its runtime pools: weight transfer to another version, and sleep.
+"""Weight transfer and sleep mode of a running vLLM engine whose weights are in runtime pools.
 
-Both need ``--load-format cubroker``; ``--weight-transfer-config '{"backend": "cubroker"}'`` and ``--enable-sleep-mode``
-ask for them.
+Both need ``--load-format cubroker``; ``--weight-transfer-config '{"backend": "cubroker"}'`` enables the first, and
+``--enable-sleep-mode`` the second.
 
 *Weight transfer.* The message of an update is ``{"pool": name, "version": number}``. Without a pool, or with the
-engine's own, the engine goes to that version of its runtime pool, at the same addresses. Any other pool has the
-checkpoint's own tensors, by the names of its files, as a trainer publishes them: the first engine of many loads a model
-from it, as vLLM loads from files, and publishes what came of it as the runtime pool's next version; all go there. An
-update that comes late, after the runtime pool has a version of newer weights, is refused unless a version with its
-weights is still there.
+engine's own, the engine switches to that version of its runtime pool, at the same addresses. Any other pool has the
+checkpoint's own tensors, by the names in its files, as a trainer publishes them. The first engine of many loads a model
+from that pool, as vLLM loads from files, and publishes the result as the runtime pool's next version; all engines
+switch to it. If the runtime pool's current version has newer weights than the update, the update is refused, unless a
+version with its weights still exists.
 
-*Sleep.* The pools are unmapped, and nothing of theirs is copied to host memory: the broker has it. All else that vLLM
-puts to sleep goes by its own allocator. The two levels do the same.
+*Sleep.* The pools are unmapped. Their tensors are not copied to host memory, since the broker keeps them. vLLM's own
+allocator handles all other memory. Levels 1 and 2 do the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def switch(worker: Any, version: int | None = None) -> int:
-    """Show another version to a worker's model, at the same addresses; returns the version.
+    """Map another version for a worker's model, at the same addresses; returns the version.
 
     ::
 
@@ -67,7 +67,7 @@ def switch(worker: Any, version: int | None = None) -> int:
 
     Args:
         worker: vLLM's worker, between two steps of the engine.
-        version: which; by default the current one.
+        version: the version to map; by default the current one.
 
     Raises:
         CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch`.
@@ -78,7 +78,7 @@ def switch(worker: Any, version: int | None = None) -> int:
 
 
 def register() -> None:
-    """Make the backends known to vLLM; a second call changes nothing."""
+    """Register the backends with vLLM; a second call changes nothing."""
     with suppress(ValueError):  # it was registered before
         factory.WeightTransferEngineFactory.register_engine(LOAD_FORMAT, PoolWeightTransfer)
     if hasattr(factory, "WeightTransferTrainerFactory"):
@@ -94,12 +94,12 @@ def register() -> None:
 
 @dataclass
 class PoolInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
-    """What a trainer says first: nothing has to be known."""
+    """The first message of a trainer, which has no fields."""
 
 
 @dataclass
 class PoolUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which weights an engine shall have."""
+    """The weights that an engine is told to switch to."""
 
     #: A pool with the checkpoint's own tensors, or the engine's runtime pool, which is the default.
     pool: str | None = None
@@ -107,12 +107,12 @@ class PoolUpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
     version: int | None = None
     #: Seconds to wait for its publication.
     wait: float = 0.0
-    #: What tells this publication of ``pool`` from another one with the same number, after a restart of the broker.
+    #: Distinguishes this publication of ``pool`` from one with the same number before a restart of the broker.
     publication: str = ""
 
 
 class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]):  # type: ignore[misc]
-    """vLLM's weight transfer by versions of pools."""
+    """The backend of vLLM's weight transfer that switches to another version of a pool."""
 
     init_info_cls = PoolInitInfo
     update_info_cls = PoolUpdateInfo
@@ -127,28 +127,29 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
         held(self.model)
 
     def start_weight_update(self) -> None:
-        """Do nothing: the model stays as it is until it has the other version."""
+        """Do nothing: the model stays as it is until the other version is mapped."""
 
     def finish_weight_update(self) -> None:
         """Do nothing: the model has the other version."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Go to another version; the device has nothing left to do for it when this returns."""
+        """Switch to another version; the device has completed all work for it when this returns."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PoolUpdateInfo, load_weights: Callable[..., Any] | None = None) -> None:
-        """Go to another version.
+        """Switch to another version.
 
         Args:
-            update_info: which.
-            load_weights: what older releases of vLLM have an engine load with, which is not used.
+            update_info: the pool and the version.
+            load_weights: an argument that older releases of vLLM pass; it is not used.
 
         Raises:
             Invalid: the runtime pool's current version was made from a later version of the update's pool.
             CubrokerError: as :func:`cubroker.integrations.runtime_pools.switch` and :meth:`Broker.attach`; the model
-                has the version that it had.
+                keeps the version that it had.
         """
-        with torch.device("cpu"):  # vLLM 0.24 has another default, but not where it loads: some tensors are the host's
+        # vLLM 0.24 sets another default device here. It does not when it loads, and some tensors are made on the host.
+        with torch.device("cpu"):
             self._receive(update_info)
 
     def _receive(self, update_info: PoolUpdateInfo) -> None:
@@ -167,12 +168,12 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> int:
         """Publish tensors as the next version of a pool; returns the version.
 
-        For releases of vLLM whose trainers have no engine of their own. ``update_weights`` then takes the pool's name
-        and the version.
+        For releases of vLLM whose trainers have no engine of their own. Afterwards, pass the pool's name and the
+        version to ``update_weights``.
 
         Args:
-            iterator: names of the checkpoint's files, and tensors.
-            trainer_args: ``pool``, its name; ``directory``, where the broker listens; all else is for
+            iterator: pairs of a name, as in the checkpoint's files, and a tensor.
+            trainer_args: ``pool``, the pool's name; ``directory``, where the broker listens; and arguments of
                 :meth:`Broker.publish`.
         """
         terms = dict(trainer_args)
@@ -182,7 +183,7 @@ class PoolWeightTransfer(base.WeightTransferEngine[PoolInitInfo, PoolUpdateInfo]
 
 
 def _take_back(model: nn.Module, manifest: runtime_pools.Manifest) -> None:
-    """Give each layer its tensors again, which vLLM 0.24 takes away as an update in the checkpoint's format begins."""
+    """Restore each layer's tensors, which vLLM 0.24 removes when an update in the checkpoint's format begins."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -198,23 +199,23 @@ def _take_back(model: nn.Module, manifest: runtime_pools.Manifest) -> None:
 
 
 class _Origin(NamedTuple):
-    """What a version of a runtime pool was made from; its bytes are the version's source."""
+    """The version of a pool that a version of a runtime pool was made from; packed, it is the latter's ``source``."""
 
     #: Digest of the pool's name.
     pool: bytes
     version: int
-    #: Digest of what tells its publication from others of the same number.
+    #: Digest of :attr:`PoolUpdateInfo.publication`.
     publication: bytes
 
     @classmethod
     def of(cls, source: Pool, publication: str) -> Self:
-        """Return that of what is made from a pool with a checkpoint's tensors."""
+        """Return the origin of a version that is made from a pool with a checkpoint's tensors."""
         name, told = (hashlib.sha256(text.encode()).digest() for text in (source.name, publication))
         return cls(name[:8], source.version, told[:16])
 
     @classmethod
     def read(cls, pool: Pool) -> Self:
-        """Return that of a version of a runtime pool."""
+        """Return the origin of a version of a runtime pool."""
         return cls(*_ORIGIN.unpack(runtime_pools.read_source(pool)))
 
 
@@ -224,7 +225,7 @@ _ORIGIN = struct.Struct(">8sQ16s")
 def _converted(mine: Held, wanted: PoolUpdateInfo) -> int:
     """Return the version of the runtime pool that was made from a pool with a checkpoint's tensors.
 
-    The first of the processes that ask for it makes it; the others wait, and take what was made.
+    The first process that asks for that version makes it; the others wait, and use it.
     """
     assert wanted.pool is not None
     name, device = mine.pool.name, mine.pool.devices[0].uuid
@@ -255,9 +256,9 @@ def _converted(mine: Held, wanted: PoolUpdateInfo) -> int:
 
 
 def _origins(mine: Held) -> Iterator[tuple[int, _Origin]]:
-    """Yield the versions of the runtime pool that can be leased, the engine's own first, and what they are made from.
+    """Yield the versions of the runtime pool that can be leased, the engine's own first, each with its origin.
 
-    Each of the others is attached for that, so the current one comes before those that it has replaced.
+    Every other version has to be attached to read its origin, so they are tried from the newest on.
     """
     name, own = mine.pool.name, 0
     if not (mine.pool.asleep or mine.pool.lost):
@@ -275,9 +276,10 @@ def _origin_of(mine: Held, version: int | None = None) -> _Origin:
 
 
 def _refuse_older(mine: Held, source: Pool, origin: _Origin) -> None:
-    """Raise ``Invalid`` if newer weights of the same pool are current: engines that start later would get older ones.
+    """Raise ``Invalid`` if the current version was made from newer weights: engines that start later would get older.
 
-    Versions count from 1 again after a restart of the broker, so the number is only later if the pool has had it.
+    Versions count from 1 again after a restart of the broker. So a higher number means newer weights only if the pool
+    has had a version of that number since.
     """
     try:
         current = _origin_of(mine)
@@ -305,9 +307,9 @@ T = TypeVar("T")
 
 @dataclass
 class _TrainerInit:
-    """How a trainer begins, as vLLM 0.32 has it, for releases that lack it."""
+    """vLLM 0.32's ``TrainerInitInfo``, for releases that lack it."""
 
-    #: Of this process among the trainer's; the first one sends.
+    #: The rank of this process in the trainer; rank 0 sends.
     rank: int = field(kw_only=True)
 
     @property
@@ -316,7 +318,7 @@ class _TrainerInit:
 
 
 class _TrainerEngine(Generic[T]):
-    """The same, of what a trainer sends with."""
+    """vLLM 0.32's ``TrainerWeightTransferEngine``, for releases that lack it."""
 
     def __init__(self, *, client: Any, source: Any, is_sender: bool) -> None:
         self.client, self.source, self.is_sender = client, source, is_sender
@@ -329,7 +331,7 @@ class _Named(NamedTuple):
 
 
 class _ModuleSource:
-    """The parameters of a module, one by one; those that ranks have parts of are gathered."""
+    """The parameters of a module, one by one; a parameter of which each rank has a part is gathered."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -345,7 +347,7 @@ class _ModuleSource:
 TrainerInit: Any = getattr(base, "TrainerInitInfo", _TrainerInit)
 TrainerEngine: Any = getattr(base, "TrainerWeightTransferEngine", _TrainerEngine)
 ModuleSource: Any = getattr(base, "ModuleSource", _ModuleSource)
-"""vLLM's own, where it has one: the parameters of a module as a trainer's source."""
+"""A trainer's source that yields the parameters of a module: vLLM's class, if it has one."""
 
 
 @dataclass
@@ -358,14 +360,14 @@ class PoolTrainerInit(TrainerInit):  # type: ignore[misc]
     pool: str
     #: Where the broker listens; by default as for ``Broker()``.
     directory: str | None = None
-    #: The broker's device that gets it; by default the one that the sender's tensors are on.
+    #: The pool's device; by default the one that the sender's tensors are on.
     device: int | str | None = None
 
 
 class PoolTrainer(TrainerEngine[PoolTrainerInit]):  # type: ignore[misc]
-    """Publishes a trainer's weights as versions of a pool, and tells the engines.
+    """The trainer's side of weight transfer: publishes weights as versions of a pool, and notifies the engines.
 
-    The client has the methods of vLLM's ``VLLMWeightSyncClient``, or those of an ``LLM`` of releases before it.
+    The client has the methods of vLLM's ``VLLMWeightSyncClient``, or in releases before it those of ``LLM``.
     """
 
     init_info_cls = PoolTrainerInit
@@ -384,19 +386,19 @@ class PoolTrainer(TrainerEngine[PoolTrainerInit]):  # type: ignore[misc]
 
     @classmethod
     def trainer_init(cls, init_info: PoolTrainerInit, *, client: Any, source: Any = None) -> PoolTrainer:
-        """Return an engine that can send; on every rank. The first one tells the engines to be ready."""
+        """Return an engine that can send; call it on every rank. Rank 0 tells the inference engines to be ready."""
         made = cls(init_info, client=client, source=source)
         if made.is_sender:
             client.init_weight_transfer_engine({})
         return made
 
     def send_weights(self) -> None:
-        """Publish the source's tensors as the pool's next version, and have the engines go there; on every rank.
+        """Publish the source's tensors as the pool's next version, and update the engines; call it on every rank.
 
-        The version is retired when they are there, so that its memory is the trainer's again.
+        The version is retired when the engines are updated, so that its memory is free for the trainer again.
         """
         if self._broker is None:
-            for _ in self.source:  # each is gathered from all ranks
+            for _ in self.source:  # gathering a tensor needs all ranks
                 pass
             return
         version = self._publish(self._broker)
@@ -430,18 +432,18 @@ class PoolTrainer(TrainerEngine[PoolTrainerInit]):  # type: ignore[misc]
             return draft.seal()
 
     def shutdown(self) -> None:
-        """Close the connection to the broker; what was published stays."""
+        """Close the connection to the broker; published versions stay."""
         if self._broker is not None:
             self._broker.close()
 
 
 def _takes(method: Callable[..., object]) -> Collection[str]:
-    """Return the names of a method's arguments in this release."""
+    """Return the names of a method's parameters in this release of vLLM."""
     return signature(method).parameters
 
 
 def _layout(said: Iterable[Any]) -> Layout:
-    """Return the layout of what a source names."""
+    """Return the layout of the tensors in a source's metadata."""
     if lacking := [each for each in said if each.dtype not in _NAMES]:
         raise Unsupported(f"pools have no dtype for {lacking[0].name!r}, which is {lacking[0].dtype}; convert it")
     return Layout.pack([(each.name, _NAMES[each.dtype], tuple(each.shape)) for each in said])
@@ -458,13 +460,13 @@ def _fill(target: SharedTensor, tensor: torch.Tensor) -> None:
 # -- sleep -------------------------------------------------------------------------------------------------
 
 TAGS = frozenset({"weights", "kv_cache"})
-"""What vLLM can wake by itself."""
+"""The tags of memory that vLLM can wake separately."""
 
 
 def sleep_by_pools(model_config: ModelConfig) -> None:
-    """Have the engine's sleep mode be this module's, if it is vLLM's default; its command line cannot choose one.
+    """Replace vLLM's default sleep mode by this module's; vLLM's command line cannot choose one.
 
-    Parameters that vLLM shall preserve on level 2 are in the pool, which is read-only; it must not write them.
+    Parameters that vLLM would preserve on level 2 are in the pool, which is read-only, so it must not write them.
     """
     if sleep_mode is not None and model_config.sleep_mode_backend == "cumem":
         model_config.sleep_mode_backend = LOAD_FORMAT
@@ -475,27 +477,27 @@ def sleep_by_pools(model_config: ModelConfig) -> None:
 if sleep_mode is not None:
 
     class PoolSleepMode(sleep_mode.CuMemBackend):  # type: ignore[misc]
-        """vLLM's sleep mode, in which pools sleep: their memory is not copied to the host, nor back.
+        """vLLM's sleep mode, in which pools are unmapped, and not copied to the host and back.
 
-        Each pool knows whether it sleeps. The state is RUNNING only if none does, nor any memory of vLLM's own.
+        Each pool knows whether it sleeps. The state is RUNNING only if no pool and no memory of vLLM's own sleeps.
         """
 
         def __init__(self) -> None:
             super().__init__()
-            #: What of vLLM's own memory sleeps.
+            #: Tags of vLLM's own memory that sleeps.
             self._asleep: frozenset[str] = frozenset()
 
         def suspend(self, level: int = 1) -> None:
-            """Unmap the pools of this process's models, then have vLLM's allocator do what it does.
+            """Unmap the pools of this process's models, then suspend the memory of vLLM's allocator.
 
             Raises:
-                CubrokerError: as :meth:`Pool.sleep`, with names; all pools are awake, but for those in a note.
+                CubrokerError: as :meth:`Pool.sleep`, with the pools' names; all are awake, except those in a note.
             """
             try:
                 _for_each_pool("sleep", lambda model: held(model).pool.sleep())
                 if current_platform.is_sleep_mode_available() and self._asleep != TAGS:
                     self._asleep = TAGS
-                    super().suspend(1)  # on level 2 it would throw away what is private, which no one loads again
+                    super().suspend(1)  # level 2 would discard private tensors, which nothing loads again
             except BaseException as error:
                 try:
                     self.resume()
@@ -505,10 +507,10 @@ if sleep_mode is not None:
             self._state = "SUSPENDED"
 
         def resume(self, tags: list[str] | None = None) -> None:
-            """Have vLLM's allocator do what it does, then map the pools again: the versions that they had.
+            """Resume the memory of vLLM's allocator, then map the pools again, with the versions that they had.
 
-            A version that is gone, since another was published meanwhile, is replaced by the current one, with a
-            warning in the log. What is awake stays so, and after a failure the next call wakes the rest.
+            If a version is gone because another was published, its pool wakes on the current one, with a warning in the
+            log. What is awake stays awake; after a failure, the next call wakes the rest.
 
             Raises:
                 CubrokerError: as :meth:`Pool.wake`, :func:`cubroker.integrations.runtime_pools.switch`, with the names
@@ -526,7 +528,7 @@ if sleep_mode is not None:
 
 
 def _for_each_pool(verb: str, do: Callable[[nn.Module], None]) -> None:
-    """Do something with every model that is on a pool; raises with the names of those where it failed."""
+    """Call ``do`` with every model that is on a pool; raise with the names of the pools for which it failed."""
     failed: dict[str, str] = {}
     kind: type[CubrokerError] = CubrokerError
     on_pools = models()
