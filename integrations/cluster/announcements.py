@@ -1,18 +1,19 @@
-"""What a fetch tells the exporter of its own host: which bytes of its draft are there, so that other hosts read them.
+"""Announcements of a fetch to the exporter of its own host: which bytes of its draft other hosts can read already.
 
-The exporter listens at a Unix socket whose name, in the abstract namespace, follows from the device and inode of the
-broker's directory, which in a container may have another path. A name there is anybody's who comes first, and anybody
-of the same network namespace can connect, so both sides ask the kernel whom they speak with:
+The exporter listens at a Unix socket in the abstract namespace. The socket's name is made from the device and inode of
+the broker's directory, because that directory may have another path in a container. Any process can bind an abstract
+name first, and any process of the same network namespace can connect. So both sides ask the kernel for the other's
+user:
 
-- The exporter takes the announcement of a draft from the user who owns the draft, from root and from its own user. What
-  the draft is, and who may read it, the broker says.
-- The fetch tells of a draft only to a process whose user may attach to it, and so learns nothing new.
+- The exporter accepts the announcement of a draft from the user who owns the draft, from root and from its own user. It
+  asks the broker what the draft is, and who may read it.
+- The fetch announces a draft only to a process whose user may attach to it, and so learns nothing new from that.
 
-The fetch says which runs are there when that has changed, every :data:`~messages.NEWS` seconds at most. Once it is
-done, or killed, the connection ends, and the broker says whether the version is published.
+The fetch sends the runs that are there when they have changed, at most every :data:`~messages.NEWS` seconds. When the
+fetch is done, or killed, the connection ends, and the exporter asks the broker whether the version is published.
 
-A fetch goes on without an exporter, and looks for one now and then. An exporter that cannot have the name, since
-another one of the same broker has it, offers what is published alone.
+A fetch continues without an exporter, and looks for one every :data:`AGAIN` seconds. An exporter that cannot bind the
+name, because another exporter of the same broker has it, offers published versions alone.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SO_PEERGROUPS = 59
 ROOT = 0
 
 LIMIT = 10.0
-"""Seconds for a message to come, or to be taken."""
+"""Seconds for a message to arrive, or to be sent."""
 
 LEAVE = 1.0
 """Seconds that the thread has to end."""
@@ -69,23 +70,23 @@ AGAIN = 1.0
 """Seconds after which a fetch looks for an exporter again."""
 
 PUBLISHED = frozenset({"current", "superseded"})
-"""States of a version that has been published, and that there is."""
+"""States of a version that has been published and still exists."""
 
 FINAL = (Denied, NotFound, Retired, Invalid, Unsupported)
-"""Errors after which the same announcement would not be taken either."""
+"""Errors after which the same announcement would be refused again."""
 
 CONNECTIONS, OF_A_USER = 256, 32
-"""Fetches of this host that an exporter listens to at once, of all users and of one."""
+"""Fetches of this host that an exporter listens to at the same time: of all users together, and of one user."""
 
 MEMORY = 32 << 20
 """Bytes that announcements of drafts may have together; those of large models have 100 KiB."""
 
 
 def name_of(directory: Path) -> bytes:
-    """Return where the exporter of a broker listens to fetches of its host.
+    """Return the address at which the exporter of a broker listens to fetches of its host.
 
     Raises:
-        FileNotFoundError: which broker it is cannot be known.
+        FileNotFoundError: the broker's directory, or the id of the host's boot, cannot be read.
     """
     host = identity.host(directory)
     if not host:
@@ -94,10 +95,10 @@ def name_of(directory: Path) -> bytes:
 
 
 def account_of(connection: socket.socket) -> Account:
-    """Return the user at the other end, as the kernel tells it; the one who listens, if this side has connected."""
+    """Return the user at the other end, as the kernel knows it; if this side has connected, the user who listens."""
     _, uid, gid = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     raw = b""
-    with suppress(OSError):  # more groups than Python asks for: it counts as one that has none
+    with suppress(OSError):  # the user has more groups than the buffer holds: it counts as one that has none
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 1024)
     return Account(f"user {uid}", uid, frozenset([gid, *(group for (group,) in struct.iter_unpack("I", raw))]))
 
@@ -106,7 +107,7 @@ def account_of(connection: socket.socket) -> Account:
 
 
 class DraftAnnouncement:
-    """Tells the exporter of this host of a draft, on a thread of its own, until it is closed.
+    """Announces a draft to the exporter of this host, on a thread of its own, until it is closed.
 
     Args:
         broker: the broker that has the draft.
@@ -115,7 +116,7 @@ class DraftAnnouncement:
         sums: the digest that each allocation will have.
         piece: bytes of the largest run.
         have: returns the runs that are there, as bits; any thread may call it.
-        mode: the mode that the pool will have with it; None: the one that it has.
+        mode: the mode that the pool gets with this version; None: the pool keeps its mode.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class DraftAnnouncement:
         self._thread.start()
 
     def close(self) -> None:
-        """End it: what is published by now is offered as such, and what is not no longer."""
+        """End the announcement. A version that is published by now stays on offer; an unpublished one does not."""
         self._over.set()
         self._thread.join(LEAVE)  # an exporter that hangs delays no fetch; its connection ends with this process
 
@@ -157,7 +158,7 @@ class DraftAnnouncement:
             self._over.wait(AGAIN)
 
     def _announce(self) -> None:
-        """Connect and tell, until this is closed; raises ``CubrokerError`` if the exporter does not take it."""
+        """Connect and announce the draft, until this is closed; raises ``CubrokerError`` if the exporter refuses it."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(LIMIT)
             connection.connect(name_of(self._broker.directory))
@@ -171,7 +172,7 @@ class DraftAnnouncement:
             content = DraftContent(digests.DEFINITION, self._sums, self._piece, messages.to_runs(said))
             self._ask(connection, content)
             while not self._over.wait(NEWS):
-                if readable(connection):  # it has nothing more to say: it has ended
+                if readable(connection):  # the exporter has no more messages to send: it has ended
                     return
                 if (have := self._have()) != said:
                     said = have
@@ -204,17 +205,17 @@ class AnnouncedDraft:
     name: str
     version: int
     digests: tuple[bytes, ...]
-    #: As :func:`messages.content` has it.
+    #: The result of :func:`messages.content`.
     content: bytes
-    #: What it is cut into.
+    #: The runs that the version is cut into.
     cut: Runs
-    #: The mode that the pool will have with it; None: the one that it has.
+    #: The mode that the pool gets with this version; None: the pool keeps its mode.
     mode: int | None
-    #: The runs that are there, as they travel; None: it is published.
+    #: The runs that are there, as in messages; None: the version is published.
     runs: bytes | None
     #: Whether it will never be published.
     gone: bool = False
-    #: Set when any of this has changed, and replaced then by another one.
+    #: Set when one of these fields has changed, and then replaced by another event.
     change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -223,18 +224,18 @@ class AnnouncedDraft:
         return self.cut.total if self.runs is None else self.cut.nbytes(self.runs)
 
     def changed(self) -> None:
-        """Wake all that wait for a change."""
+        """Wake all tasks that wait for a change."""
         self.change.set()
         self.change = asyncio.Event()
 
 
 class Announcements:
-    """Listens to the fetches of this host. To be used in one event loop.
+    """The drafts that fetches of this host announce to its exporter. To be used in one event loop.
 
     Args:
-        live: returns the broker; not for the event loop.
-        counted: is told how many drafts there are.
-        warn: writes a line of the log that any process of the host can cause.
+        live: returns the broker; it blocks, so it is not called in the event loop.
+        counted: called with the number of drafts when it has changed.
+        warn: logs a line that any process of the host can cause.
     """
 
     def __init__(self, live: Callable[[], Broker], counted: Callable[[int], None], warn: Callable[..., None]) -> None:
@@ -249,12 +250,12 @@ class Announcements:
         self._ending = False
 
     def find(self, name: str, version: int) -> AnnouncedDraft | None:
-        """Return a draft that is being filled; None: none that is known."""
+        """Return a draft that is being filled; None if it was not announced."""
         return self._drafts.get((name, version))
 
     @asynccontextmanager
     async def listening(self, directory: Path) -> AsyncIterator[None]:
-        """Listen within an ``async with`` block, if the name can be had."""
+        """Listen within an ``async with`` block, if the socket's name can be bound."""
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             end.bind(name_of(directory))
@@ -283,7 +284,7 @@ class Announcements:
             if len(self._connections) <= CONNECTIONS and self._connections.count(account.uid) <= OF_A_USER:
                 await self._listen(account, reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # its end says as much
+            pass  # the connection has ended, and is closed below
         except CubrokerError as error:
             self._warn("a fetch of %s is not passed on while it comes: %s", account.name, error.message)
             with suppress(OSError):
@@ -318,11 +319,11 @@ class Announcements:
 
     @contextmanager
     def _expecting(self, key: tuple[str, int], nbytes: int) -> Iterator[int]:
-        """Expect the announcement of a draft within a ``with`` block, of so many bytes.
+        """Expect the announcement of a draft, of at most ``nbytes``, within a ``with`` block.
 
         Raises:
-            Unavailable: another connection announces it.
-            OverQuota: those that are expected have too many bytes together.
+            Unavailable: another connection announces the same draft.
+            OverQuota: all expected announcements together would have too many bytes.
         """
         if key in self._expected:
             raise Unavailable("another connection has announced it")
@@ -335,18 +336,18 @@ class Announcements:
             del self._expected[key]
 
     async def _follow(self, draft: AnnouncedDraft, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take what a fetch says of a draft, until it ends."""
+        """Receive the runs of a draft from its fetch, until the connection ends."""
         limit = messages.runs_limit(draft.cut.count)
         writer.write(messages.frame(Going()))
         while isinstance(told := await _next(reader, limit), Available) and told.runs is not None:
             messages.from_runs(told.runs, draft.cut.count)
             draft.runs = told.runs
             draft.changed()
-            await asyncio.sleep(NEWS / 2)  # one that says more than it should waits
+            await asyncio.sleep(NEWS / 2)  # a fetch that sends more often than it should has to wait
         raise Invalid("it said what is not to be said after an announcement")
 
     async def _settle(self, draft: AnnouncedDraft) -> None:
-        """Find out what has become of a draft, and wake those that wait for it."""
+        """Find out whether a draft was published, and wake the tasks that wait for a change."""
         try:
             published = await asyncio.to_thread(self._published, draft)
         except CubrokerError as error:
@@ -363,11 +364,12 @@ class Announcements:
             info, *_ = self._live().describe(draft.name, draft.version)
         except (NotFound, Retired, Denied):
             return False
-        # A draft that was discarded is retired, too, while others read it; and not all brokers tell of a time.
+        # A discarded draft that others still read is retired, too: then only the time of publication, which not all
+        # brokers report, tells it from a version that was published.
         return info.state in PUBLISHED or info.published is not None
 
     def _check(self, account: Account, announced: Announce) -> tuple[PoolInfo, Layout]:
-        """Return what the broker says of a draft; raises ``CubrokerError`` if this user may not announce it."""
+        """Return the broker's description of a draft; raises ``CubrokerError`` if this user may not announce it."""
         broker = self._live()
         if announced.host != identity.host(broker.directory):
             raise Invalid("it is a draft of another broker")
@@ -384,7 +386,7 @@ class Announcements:
 
 
 def _described(announced: Announce, content: messages.Local, layout: Layout, runs: Runs) -> AnnouncedDraft:
-    """Return a draft as it was announced; raises ``Invalid`` if that does not fit what the broker says of it."""
+    """Return a draft as it was announced; raises ``Invalid`` if that does not fit the broker's description of it."""
     if not isinstance(content, DraftContent):
         raise Invalid("its announcement was not followed by what it will be")
     fits = len(content.digests) == len(layout.allocations) and content.piece == runs.piece
@@ -410,13 +412,13 @@ async def _next(reader: asyncio.StreamReader, limit: int, wait: float | None = N
     """Return the next message.
 
     Args:
-        reader: where it comes from.
-        limit: bytes that it may have.
-        wait: seconds until it begins, at most; it has ``LIMIT`` seconds more to come.
+        reader: the connection's.
+        limit: the most bytes that the message may have.
+        wait: the most seconds until it begins; the rest of it has to arrive within ``LIMIT`` seconds more.
 
     Raises:
-        Invalid: it has more bytes, or is none.
-        TimeoutError: it does not come in time.
+        Invalid: the message has more bytes, or cannot be decoded.
+        TimeoutError: it does not arrive in time.
     """
     async with asyncio.timeout(wait):
         head = await reader.readexactly(messages.LENGTH.size)

@@ -1,6 +1,6 @@
-"""Peers, as a fetching host has them: which there are, their addresses, and a connection to one.
+"""The peers of a fetching host: which ones it knows, their addresses, and a connection to one.
 
-Peers are given one by one, or in a file, or by a name that has many addresses, as a headless service of Kubernetes has.
+Peers are given one by one, in a file, or by a name that has many addresses, such as a headless service of Kubernetes.
 A connection is blocking, with a time limit for everything.
 """
 
@@ -30,19 +30,19 @@ CONNECT = 10.0
 
 PEERS_VARIABLE = "CUBROKER_PEERS"
 PEERS_FILE = identity.FOLDER / "peers.toml"
-"""Where peers are, if neither an argument nor the variable says so: ``peers = ["gpu-1", "gpu-2:7411"]``."""
+"""The file with the peers, if neither an argument nor the variable names any: ``peers = ["gpu-1", "gpu-2:7411"]``."""
 
 AT_ONCE = 32
-"""Hosts that are asked at once."""
+"""Hosts that are asked at the same time."""
 
 
 class PeerAddress(NamedTuple):
     """Where an exporter is."""
 
-    #: The name or address that the user gave, which the exporter's certificate has to have.
+    #: The name or address that the user gave, which the exporter's certificate has to contain.
     host: str
     port: int
-    #: The address to connect to, of a name that has several; empty: whichever the name has.
+    #: The address to connect to, if the name has several; empty: any address of the name.
     ip: str = ""
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ def parse(text: str, *, least: int = 1) -> PeerAddress:
 
     Args:
         text: what a user wrote.
-        least: the lowest port; 0 for an address to listen at, where it stands for any that is free.
+        least: the lowest port; 0 for an address to listen at, where port 0 means any free port.
     """
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    if not colon or (":" in host and not host.startswith("[")):  # a bare address of version 6
+    if not colon or (":" in host and not host.startswith("[")):  # a bare IPv6 address
         host, port = text, str(messages.PORT)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -81,15 +81,15 @@ class PeerConnection:
     """A connection to an exporter. Not safe for threads.
 
     Args:
-        address: where it is.
-        certificates: the folder with this side's.
-        own: this side's broker, as :func:`~cubroker.integrations.cluster.identity.host` has it; empty: any will do.
+        address: the exporter's.
+        certificates: the folder with this side's certificates.
+        own: the id of this side's broker (:func:`~cubroker.integrations.cluster.identity.host`); empty: not checked.
 
     Raises:
-        OwnHost: it exports from that broker.
-        Unavailable: it cannot be reached, does not answer, or is no exporter.
-        Denied: it has no certificate of its name by our authority, or does not take ours.
-        CubrokerError: as :func:`~cubroker.integrations.cluster.identity.asking_context` says.
+        OwnHost: the exporter serves from that broker.
+        Unavailable: the address cannot be reached, does not answer, or is no exporter.
+        Denied: the exporter has no certificate of its name from our authority, or rejects ours.
+        CubrokerError: as :func:`~cubroker.integrations.cluster.identity.asking_context`.
     """
 
     def __init__(self, address: PeerAddress, certificates: Path, own: bytes = b"") -> None:
@@ -97,7 +97,7 @@ class PeerConnection:
         context = identity.asking_context(certificates)
         try:
             welcome = self._greet(context)
-        except HungUp:  # it may be on its way down: then it cannot be reached now
+        except HungUp:  # the exporter may have been shutting down: then it cannot be reached now
             try:
                 welcome = self._greet(context)
             except HungUp:
@@ -115,7 +115,7 @@ class PeerConnection:
         """Connect and say hello.
 
         Raises:
-            Ended: it hung up after the handshake. That is how an exporter says that it does not take our certificate.
+            HungUp: the exporter closed the connection after the handshake, as it does to reject our certificate.
         """
         self._socket = self._connect(context)
         try:
@@ -136,7 +136,7 @@ class PeerConnection:
         except (OSError, ssl.CertificateError) as error:
             plain.close()
             refused = _refused(address, error)
-            if isinstance(refused, HungUp):  # it has not seen our certificate
+            if isinstance(refused, HungUp):  # the exporter has not seen our certificate
                 raise Unavailable(f"{refused.message}; is it an exporter, or one that is full?") from None
             raise refused from None
 
@@ -150,20 +150,20 @@ class PeerConnection:
         """Send a request and return its answer.
 
         Args:
-            request: what to ask.
-            kind: what the answer is.
-            limit: seconds that it may take.
+            request: the request.
+            kind: the type of the answer.
+            limit: seconds that the answer may take.
 
         Raises:
             CubrokerError: the exporter refused.
-            Unavailable: the connection is over, or the answer does not come.
-            Denied: the exporter does not take our certificate, which it says late.
+            Unavailable: the connection is over, or no answer arrives.
+            Denied: the exporter rejects our certificate, which it reports only after the handshake.
         """
         self.say(request)
         return self.hear(kind, limit)
 
     def say(self, request: Request) -> None:
-        """Send a request; its answer is to be heard. Raises as :meth:`ask` does."""
+        """Send a request, whose answer :meth:`hear` returns. Raises as :meth:`ask` does."""
         try:
             self._socket.settimeout(CONNECT)
             self._socket.sendall(messages.frame(request))
@@ -171,11 +171,11 @@ class PeerConnection:
             raise _refused(self.address, error) from None
 
     def hear(self, kind: type[M], limit: float = CONNECT) -> M:
-        """Return what the exporter says next, within ``limit`` seconds; raises as :meth:`ask` does."""
+        """Return the exporter's next message, received within ``limit`` seconds; raises as :meth:`ask` does."""
         return messages.expect(self.hear_any(limit), kind)
 
     def hear_any(self, limit: float = CONNECT) -> Reply:
-        """Return what the exporter says next, which may be a refusal; raises as :meth:`hear` does."""
+        """Return the exporter's next message, which may be a refusal; raises as :meth:`hear` does."""
         deadline = time.monotonic() + limit
         try:
             head = self._exactly(messages.LENGTH.size, deadline)
@@ -187,11 +187,11 @@ class PeerConnection:
         return messages.reply(body)
 
     def pending(self) -> bool:
-        """Whether something is there to be heard."""
+        """Whether a part of a message, or the end of the connection, can be read."""
         return bool(self._socket.pending() or readable(self._socket))
 
     def close(self) -> None:
-        """Close the connection; what waits for an answer in another thread gets an error."""
+        """Close the connection; another thread that waits for an answer gets an error."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -212,14 +212,14 @@ class PeerConnection:
 
 
 def readable(connection: socket.socket) -> bool:
-    """Whether something is there to be read, or the end; select(2) takes no descriptor past 1023."""
+    """Whether data, or the end of the connection, can be read; select(2) accepts no descriptor above 1023."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _refused(address: PeerAddress, error: OSError | ssl.CertificateError) -> Unavailable | Denied:
-    """Return an error of a connection in our words: whose certificate is at fault, if one is."""
+    """Convert an error of a connection to one of ours, which says whose certificate is at fault, if one is."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Denied(f"{address} is not taken for an exporter of this cluster: {error.verify_message}")
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -234,22 +234,22 @@ def _refused(address: PeerAddress, error: OSError | ssl.CertificateError) -> Una
     return kind(f"the connection to {address} is over: {error.strerror or error}")
 
 
-# -- all of them ---------------------------------------------------------------------------------------
+# -- all peers -----------------------------------------------------------------------------------------
 
 
 class PeersFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``peers.toml`` says."""
+    """The content of ``peers.toml``."""
 
     peers: tuple[str, ...]
 
 
 class PeerAnswer(NamedTuple):
-    """What a host said of itself."""
+    """A host's answer to the question what it offers."""
 
     address: PeerAddress
-    #: What it offers; None: it did not say.
+    #: None if the host did not answer.
     offers: Offers | None
-    #: Why not.
+    #: Why it did not; None if it did.
     error: CubrokerError | None
 
 
@@ -259,8 +259,8 @@ def known_peers(
     """Return the peers that are given, else those of ``$CUBROKER_PEERS``, separated by commas, else those of the file.
 
     Raises:
-        NotFound: none of them says any.
-        Invalid: the file is no such file.
+        NotFound: none of these names a peer.
+        Invalid: the file cannot be read, or has other content.
     """
     if given:
         return tuple(given)
@@ -277,12 +277,12 @@ def known_peers(
 
 
 def resolve(names: Iterable[str]) -> list[PeerAddress]:
-    """Return the addresses of hosts in their order; a name that has several stands for all of them.
+    """Return the addresses of hosts in their order; a name that has several addresses yields all of them.
 
-    A name that cannot be looked up stays as it is: it may come to be known.
+    A name that cannot be looked up stays as it is: a later lookup may find it.
 
     Raises:
-        Invalid: a name that no host can have.
+        Invalid: no host can have such a name.
     """
     found: dict[PeerAddress, None] = {}
     for address in map(parse, names):
@@ -291,7 +291,7 @@ def resolve(names: Iterable[str]) -> list[PeerAddress]:
         except OSError:
             found[address] = None
             continue
-        # Of a host that has addresses of both families the one is enough, and only one may be listened at.
+        # If a host has addresses of both families, those of one are enough: the exporter may listen at one alone.
         ips = dict.fromkeys(str(entry[4][0]) for entry in entries if entry[0] == entries[0][0])
         for ip in ips:
             found[address._replace(ip=ip if len(ips) > 1 else "")] = None
@@ -299,7 +299,7 @@ def resolve(names: Iterable[str]) -> list[PeerAddress]:
 
 
 def ask_peers(addresses: Sequence[PeerAddress], certificates: Path) -> list[PeerAnswer]:
-    """Ask hosts what they have for the user that our certificate names, all at once."""
+    """Ask all hosts at the same time what they offer to the user that our certificate names."""
 
     def one(address: PeerAddress) -> PeerAnswer:
         try:

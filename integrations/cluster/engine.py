@@ -1,20 +1,18 @@
-"""What moves bytes from host to host: four calls, and NIXL behind them.
+"""Engines, which move bytes from host to host: an interface of four calls, and its implementation by NIXL.
 
-An engine registers memory, connects to one peer, reads that peer's memory and waits for what it reads. The peer's
-processor takes no part in a read, or a thread of the engine does there. Another engine takes NIXL's place by having
-these four calls.
+An engine registers memory, connects to one peer, reads that peer's memory and waits for its reads. On the peer, a read
+uses no processor, or one thread of the engine. Another engine can replace NIXL if it implements these four calls.
 
-*What an engine's process has to expect.* NIXL 1.5.1 over TCP was tried for what happens when a peer fails in the middle
-of a read:
+*What an engine's process has to expect.* NIXL 1.5.1 over TCP was tested with peers that fail in the middle of a read:
 
-- A read that was released, from a peer that was disconnected, into memory that was deregistered, went on when the peer
-  came back: 300 MiB were written after all three. Nothing is written once the agent is destroyed.
+- A read continued when the peer came back, after the read was released, the peer disconnected and the memory
+  deregistered: 300 MiB were written after all three. Nothing is written once the agent is destroyed.
 - Deregistering memory at the source does not stop a peer that reads it.
 - An agent that is destroyed while it reads can end the *other* process: an assertion of UCX fails there.
-- A peer that is killed is noticed at once, as an error of the read.
+- If a peer is killed, the read reports an error immediately.
 
-So there is one engine per peer, :meth:`Engine.close` destroys it, a source's process serves one peer and is killed
-before its memory is unmapped, and neither side runs an engine in a process that has anything else to lose
+So there is one engine per peer, and :meth:`Engine.close` destroys it. A source's process serves one peer and is killed
+before its memory is unmapped. Neither side runs an engine in a process that has anything else to lose
 (:mod:`~cubroker.integrations.cluster.source_process`, :mod:`~cubroker.integrations.cluster.fetch_process`).
 """
 
@@ -36,18 +34,18 @@ NIXL = "nixl"
 """The name of the engine, which both sides of a transfer have to have."""
 
 VARIABLES = {
-    "NIXL_LOG_LEVEL": "ERROR",  # its words are in our errors
+    "NIXL_LOG_LEVEL": "ERROR",  # our errors contain its messages
     "UCX_LOG_LEVEL": "error",
     "UCX_HANDLE_ERRORS": "none",  # its crashes leave no dump
-    "UCX_MEMTYPE_CACHE": "n",  # it would take memory that another process has allocated (`ipc`) for the host's
-    # Over TCP each segment of a GPU's memory is copied by itself: with 8 KiB, as it is, 1 GB came in 4 to 11 s.
+    "UCX_MEMTYPE_CACHE": "n",  # it would treat memory that another process has allocated (`ipc`) as host memory
+    # Over TCP each segment of a GPU's memory is copied separately: with UCX's 8 KiB, 1 GB took 4 to 11 s.
     "UCX_TCP_TX_SEG_SIZE": "1m",
     "UCX_TCP_RX_SEG_SIZE": "2m",
 }
-"""Variables of an engine's process, if they are not set."""
+"""Environment variables of an engine's process, unless they are set already."""
 
 ALONE = 2
-"""References that :func:`sys.getrefcount` counts of an object that one variable has."""
+"""What :func:`sys.getrefcount` returns for an object that only one variable refers to."""
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """Where NIXL's Python interface is: ``nixl`` chooses between the other two."""
@@ -69,21 +67,21 @@ class Read(Protocol):
         """Whether all bytes are there.
 
         Raises:
-            Unavailable: the peer is gone, or the read failed; no more of it comes once the engine is closed.
+            Unavailable: the peer is gone, or the read failed; it can still write until the engine is closed.
         """
 
 
 class Engine(Protocol):
-    """Reads the memory of one peer. Not safe for threads: one thread makes all calls.
+    """An engine that reads the memory of one peer. Not safe for threads: one thread makes all calls.
 
-    On that thread a context of a GPU that has the memory is current: UCX takes memory for the host's otherwise.
+    If the memory is on a GPU, a context of that GPU is current on that thread: else UCX treats it as host memory.
     """
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         """Prepare memory of this process, for a peer to read or for this side to read into.
 
         Returns:
-            what a peer connects with: a secret, since it lets its holder read the regions.
+            the metadata with which a peer connects: a secret, since it lets its holder read the regions.
 
         Raises:
             Unavailable: the engine cannot use such memory.
@@ -93,13 +91,13 @@ class Engine(Protocol):
         """Connect to the peer that registered memory; ``metadata`` is what :meth:`register` returned there.
 
         Raises:
-            Unavailable: it cannot be reached.
+            Unavailable: the peer cannot be reached.
         """
 
     def read(self, local: MemoryRegion, remote: MemoryRegion) -> Read:
-        """Begin to read as many bytes as ``local`` has; both lie in registered regions.
+        """Begin to read as many bytes as ``local`` has; ``local`` and ``remote`` lie in registered regions.
 
-        It may block while bytes move, where the peer is on the same host.
+        If the peer is on the same host, the call may block while bytes move.
 
         Raises:
             Unavailable: the peer is gone.
@@ -113,7 +111,7 @@ def open_engine(name: str) -> Engine:
     """Return an engine.
 
     Raises:
-        Unsupported: its package is not installed, or it is none that this build has.
+        Unsupported: its package is not installed, or this build has no engine of that name.
         Unavailable: it cannot start here.
     """
     if name != NIXL:
@@ -122,12 +120,12 @@ def open_engine(name: str) -> Engine:
 
 
 class NixlEngine:
-    """An agent of NIXL with its UCX backend, and without a listener: metadata goes over our own connection."""
+    """An agent of NIXL with its UCX backend, and without a listener: our own connection carries the metadata."""
 
     def __init__(self) -> None:
         nixl = load()
         bindings = nixl.nixlBind
-        #: They have no common class but Exception.
+        #: The classes of NIXL's errors, which have no common base except Exception.
         self._errors = tuple(getattr(bindings, each) for each in dir(bindings) if each.endswith("Error"))
         self._reads: list[_NixlRead] = []
         self._kind = self._peer = ""
@@ -164,16 +162,16 @@ class NixlEngine:
         return read
 
     def state(self, handle: object) -> str:
-        """Return how a transfer is: ``PROC``, ``DONE`` or ``ERR``."""
+        """Return the state of a transfer: ``PROC``, ``DONE`` or ``ERR``."""
         with self._doing("reading from the source"):
             return str(self._agent.check_xfer_state(handle))
 
     def close(self) -> None:
         """See :meth:`Engine.close`.
 
-        NIXL destroys its agent, and UCX its worker, with the last reference. An error whose traceback has frames of
-        NIXL's keeps its objects, so the agent is taken out of them; and if another reference is left, this process
-        ends, rather than that memory is written to which has gone back.
+        NIXL destroys its agent, and UCX its worker, with the last reference. The traceback of an error can keep objects
+        of NIXL alive, so the native agent is removed from them. If another reference to it is left, this process exits:
+        otherwise the agent could write to memory that has been given back.
         """
         for read in self._reads:
             read.forget()
@@ -220,9 +218,9 @@ class _NixlRead:
         return True
 
     def forget(self) -> None:
-        """Drop the transfer's handle, and its reference to the agent, which an error's traceback may keep.
+        """Drop the transfer's handle, and the handle's reference to the agent, since a traceback may keep the handle.
 
-        It is not released: that fails while bytes come, and ends with the agent.
+        An unfinished transfer is not released: that fails while bytes arrive. The transfer ends with the agent.
         """
         if self._handle is not None:
             handle, self._handle = self._handle, None
@@ -236,7 +234,7 @@ def _kind(region: MemoryRegion) -> str:
 
 
 def load() -> Any:
-    """Return the module with NIXL's Python interface, of whichever CUDA it was built for.
+    """Return the module with NIXL's Python interface, whichever version of CUDA it was built for.
 
     Raises:
         Unsupported: it is not installed.
@@ -255,5 +253,5 @@ def load() -> Any:
 
 
 def engine_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a process for an engine, without the current directory on its path of imports."""
+    """Return the command line of a process for an engine, which does not import from the current directory."""
     return [sys.executable, "-P", "-m", module, *arguments]  # noqa: TID251

@@ -1,20 +1,20 @@
-"""The service that lets other hosts read pools of this one: ``cubroker export``, beside a broker, as its client.
+"""The service that lets other hosts read pools of this one: ``cubroker export``, a client of this host's broker.
 
-Every connection is TLS 1.3 with a certificate on both sides; until that is done not one byte of ours is sent. The user
-whom the peer's certificate names is looked up on this host, and the modes of pools hold for that user. Of pools that
-the user may not read nothing is said, not even that there are any.
+Every connection is TLS 1.3 with a certificate on both sides; before the handshake is complete the exporter sends
+nothing of its own. It looks up the user whom the peer's certificate names on this host, and applies the modes of pools
+to that user. Of pools that the user may not read it reveals nothing, not even that they exist.
 
 Each peer that reads has a process of this host to itself (:mod:`~cubroker.integrations.cluster.source_process`), which
 holds the lease, has the memory registered, and is killed when the connection ends. So a peer that crashes, stalls or
-lies takes no other transfer along, and no memory is unmapped or freed while a peer can read it. One such process is
-started in advance, because that takes a second; it has no engine yet.
+lies affects no other transfer, and no memory is unmapped or freed while a peer can read it. One such process is started
+in advance, because starting takes a second; it has no engine yet.
 
-A version that a fetch of this host is still bringing is offered as well, with the runs of bytes that are there
-(:mod:`~cubroker.integrations.cluster.announcements`); its readers hear of it when there are more.
+A version that a fetch of this host is still reading is offered as well, with the runs of bytes that are there
+(:mod:`~cubroker.integrations.cluster.announcements`). Its readers are notified when there are more.
 
-A peer that has opened a version has to say now and then how far it has come. One that says nothing, does not come any
-further, or too slowly, is cut off: it may open the version again, after others. And no peer gets all places of readers:
-it gets another one only while more are free than it has.
+A peer that has opened a version has to report its progress regularly. A peer that is silent, makes no progress, or
+reads too slowly is cut off; it may open the version again, after others. The number of peers that read is limited, and
+each reader has a *slot*. No peer gets all slots: it gets another one only while more are free than it has.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ SILENCE = 30.0
 """Seconds after which a peer that has opened a version and says nothing is cut off."""
 
 STALL = 120.0
-"""Seconds after which a peer that says that it has come no further is cut off."""
+"""Seconds after which a peer that reports no progress is cut off."""
 
 RATE = 1 << 20
-"""Bytes a second that a peer has to read on average, after twice ``STALL`` seconds. What a peer says cannot be checked;
-so a lease lasts for as long as that takes at most, and the ``STALL`` after it."""
+"""Bytes a second that a peer has to read on average, after twice ``STALL`` seconds. A peer's reports cannot be checked;
+so a lease lasts at most as long as reading at this rate takes, and the ``STALL`` after it."""
 
 HANG_UP = 2.0
 """Seconds that a peer has to end a connection that is over."""
 
 STRANGERS = 64
-"""Connections at once that have not shown a certificate yet: more would keep out those that have one."""
+"""The most connections that have not shown a certificate yet: more would keep out peers that have one."""
 
 LINES = 60
 """Lines of the log that peers without a certificate can cause in a minute."""
 
 CONNECTIONS = 256
-"""Connections at once, of all peers together: those past it are closed at once."""
+"""The most connections of all peers together: further ones are closed immediately."""
 
 READERS = 8
-"""Peers that read at once, if nothing else is said: each takes a process, and on GPUs a context, about 0.5 GiB."""
+"""The most peers that read at the same time by default: each needs a process, and on GPUs a context, about 0.5 GiB."""
 
 DRAFT = "draft"
 
@@ -104,13 +104,13 @@ class KnownDigests(NamedTuple):
 
     #: One for each allocation.
     digests: tuple[bytes, ...]
-    #: As :func:`messages.content` has it.
+    #: The result of :func:`messages.content`.
     content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an exporter does, and for how many."""
+    """What an exporter offers, and its limits."""
 
     #: Names of pools, or patterns as shells have them for files; others are not offered.
     pools: Sequence[str] = ("*",)
@@ -122,25 +122,25 @@ class Rules:
 
 
 class Meter:
-    """Is told what the exporter does, for metrics; this one counts nothing."""
+    """The calls by which the exporter reports what it does, for metrics; this class counts nothing."""
 
     def connected(self, count: int) -> None:
-        """So many peers are connected now."""
+        """Report how many peers are connected now."""
 
     def reading(self, count: int) -> None:
-        """So many peers read now."""
+        """Report how many peers read now."""
 
     def passing_on(self, count: int) -> None:
-        """So many versions are offered that are still coming."""
+        """Report how many versions are offered that are still being fetched."""
 
     def read(self, pool: str, nbytes: int) -> None:
-        """A peer has read so many bytes more of a pool."""
+        """Report how many more bytes of a pool a peer has read."""
 
     def took(self, pool: str) -> None:
-        """A peer has read all of a version."""
+        """Report that a peer has read all of a version."""
 
     def refused(self, code: str) -> None:
-        """A request was refused, for this reason."""
+        """Report that a request was refused, with the code of the error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,19 +153,19 @@ class _Peer:
     account: Account
     #: The newest protocol that both sides speak.
     version: int = 1
-    #: Its place among those that read; None: it does not read.
+    #: Its slot among the peers that read; None: it does not read.
     slot: int | None = None
-    #: What it has opened, and the process that has that registered.
+    #: The version that it has opened, and the process that has the memory registered.
     opened: ExportedVersion | None = None
     source: SourceProcess | None = None
     began: float = 0.0
     #: Since when it could read.
     could: float = 0.0
-    #: Bytes that it says it has read, and when it last said more.
+    #: Bytes that it reports as read, and when that number last grew.
     nbytes: int = 0
     came: float = 0.0
     watches: set[asyncio.Task[None]] = field(default_factory=set)
-    #: Tells it which runs of a draft are there.
+    #: The task that sends it the runs of a draft that are there.
     news: asyncio.Task[None] | None = None
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -174,7 +174,7 @@ class _Peer:
 
     @property
     def who(self) -> tuple[str, str]:
-        """The user and the host: places of readers are counted by it."""
+        """The user and the host, by which slots are counted."""
         return self.account.name, self.address.rpartition(":")[0]
 
     @property
@@ -184,7 +184,7 @@ class _Peer:
 
 
 class _CutOff(Unavailable):
-    """Ends the connection that it is raised for, once the peer was told."""
+    """An error after which the connection is closed, once it was sent to the peer."""
 
 
 class Exporter:
@@ -194,7 +194,7 @@ class Exporter:
         directory: that of the broker; None: where clients find it.
         certificates: the folder with this host's certificate.
         rules: what is offered, and to how many.
-        meter: is told what happens.
+        meter: receives reports, for metrics.
         connect: opens the session, in a thread of its own.
 
     Raises:
@@ -218,19 +218,19 @@ class Exporter:
         identity.check_serving(self._context, certificates)
         self._broker: Broker | None = None
         self._peers: set[_Peer] = set()
-        #: Those that read, by their places.
+        #: The peers that read, by slot.
         self._readers: dict[int, _Peer] = {}
         self._announcements = Announcements(self._live, self._meter.passing_on, self._warn)
         #: The digests of published versions, by name and number, as far as they are known.
         self._digests: dict[tuple[str, int], KnownDigests] = {}
-        #: When a line was written that anybody can cause, and how many were not since.
+        #: When lines were logged that anybody can cause, and how many were left out since the last of them.
         self._warned: deque[float] = deque(maxlen=LINES)
         self._unsaid = 0
         self._spare: asyncio.Task[SourceProcess] | None = None
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
-        """Listen at an address within an ``async with`` block, which gets the address and the port.
+        """Listen at an address within an ``async with`` block; yields the address and the port.
 
         Raises:
             Unavailable: there is no broker, or the address cannot be listened at.
@@ -251,14 +251,14 @@ class Exporter:
             yield address
 
     def reload(self) -> None:
-        """Use the certificates that are in the folder now, for connections to come.
+        """Use the certificates that are in the folder now, for new connections.
 
         If every host refuses them, a line in the log says so; peers that were revoked are kept out all the same.
 
         Raises:
             CubrokerError: as :func:`~cubroker.integrations.cluster.identity.serving_context`; nothing has changed then.
         """
-        self._context = identity.serving_context(self._certificates)  # a new one: it forgets an authority that is gone
+        self._context = identity.serving_context(self._certificates)  # a new one: it has no authority that is gone
         try:
             identity.check_serving(self._context, self._certificates)
         except Invalid as error:
@@ -270,7 +270,7 @@ class Exporter:
         return sum(peer.account.uid < 0 for peer in self._peers)
 
     def _warn(self, text: str, *arguments: object) -> None:
-        """Write a line that anybody can cause: so many a minute, with the number of those that were left out."""
+        """Log a line that anybody can cause: at most ``LINES`` a minute, with the number of those left out."""
         now = time.monotonic()
         if len(self._warned) == LINES and now - self._warned[0] < 60.0:
             self._unsaid += 1
@@ -306,9 +306,10 @@ class Exporter:
         except ssl.SSLError as error:
             self._warn("%s is refused: %s", address, getattr(error, "verify_message", "") or error.reason)
         except asyncio.IncompleteReadError:
-            pass  # it closed the connection; how far it had come is told with its end
+            pass  # the peer closed the connection; `_release` logs how far it had read
         except (TimeoutError, OSError) as error:
-            left = peer.news and isinstance(error, ConnectionError)  # before it has heard all; its end is told below
+            # A peer may leave before it has received all news of a draft; `_release` logs that.
+            left = peer.news and isinstance(error, ConnectionError)
             if (peer.opened or peer.watches) and not left:
                 log.warning("%s is gone: %s", peer, str(error) or "it says nothing, or does not take what is said")
         except CubrokerError as error:
@@ -347,7 +348,7 @@ class Exporter:
                     await self._say(peer, answer)
 
     async def _hear(self, peer: _Peer) -> Request:
-        """Return the next message; raises ``TimeoutError`` if it does not come in time."""
+        """Return the next message; raises ``TimeoutError`` if it does not arrive in time."""
         limit = self._rules.silence if peer.opened or peer.watches else GREETING
         async with asyncio.timeout(None if peer.watches and not peer.opened else limit):
             head = await peer.reader.readexactly(messages.LENGTH.size)
@@ -355,13 +356,13 @@ class Exporter:
         return messages.request(body)
 
     async def _say(self, peer: _Peer, message: Reply) -> None:
-        """Send a message; raises ``TimeoutError``, and ends the connection, if the peer does not take it in time."""
+        """Send a message; raises ``TimeoutError``, and ends the connection, if the peer does not receive it in time."""
         try:
             async with asyncio.timeout(self._rules.silence), peer.sending:
                 peer.writer.write(messages.frame(message))
                 await peer.writer.drain()
         except TimeoutError:
-            _abort(peer.writer)  # or it would wait until that is sent
+            _abort(peer.writer)  # else the close would wait until the message is sent
             raise
 
     async def _refuse(self, peer: _Peer, error: CubrokerError) -> None:
@@ -396,7 +397,7 @@ class Exporter:
         return Offers(tuple(offers), len(self._readers), self._rules.readers)
 
     def _offers(self, account: Account) -> list[tuple[PoolInfo, bytes | None]]:
-        """Return the versions that a user may read, with what they are; not for the event loop, which would wait."""
+        """Return the versions that a user may read, with their contents. It blocks: not for the event loop."""
         pools = self._live().pools()
         numbers = {(each.name, each.version) for each in pools}
         for gone in [key for key in [*self._digests] if key not in numbers]:
@@ -404,10 +405,10 @@ class Exporter:
         return [(each, self._content(each)) for each in pools if self._offered(account, each)]
 
     def _content(self, pool: PoolInfo) -> bytes | None:
-        """Return what a published version is, if that is known: it was sealed with digests, or has been read before."""
+        """Return the content of a published version, if it was sealed with digests or has been read before."""
         key = pool.name, pool.version
         if key not in self._digests and pool.state in PUBLISHED and pool.digest == digests.DEFINITION:
-            with suppress(NotFound, Retired, Denied):  # it has gone meanwhile
+            with suppress(NotFound, Retired, Denied):  # the version may have ended
                 _, layout, _ = self._live().describe(*key)
                 found = digests.sealed(pool.name, [], self._live().digests(*key))
                 self._know(key, layout.encode(), tuple(found[number] for number in range(len(layout.allocations))))
@@ -426,7 +427,7 @@ class Exporter:
         return any(fnmatchcase(name, pattern) for pattern in self._rules.pools)
 
     def _live(self) -> Broker:
-        """Return the broker, of another session if the last one is lost; not for the event loop, which would wait."""
+        """Return the broker, with a new session if the last one is lost. It blocks: not for the event loop."""
         assert self._broker is not None
         if self._broker.lost:
             self._broker.reconnect()
@@ -434,7 +435,7 @@ class Exporter:
         return self._broker
 
     async def _find(self, peer: _Peer, request: Open) -> PoolInfo:
-        """Return the version that is asked for; to a peer that may not read it, it is not there."""
+        """Return the requested version; raises ``NotFound`` also if the peer may not read it."""
         wanted = f"{request.name}@{request.version}" if request.version else f"current version of {request.name}"
         absent = NotFound(f"the exporting host has no {wanted} that its user {peer.account.name} may fetch")
         try:
@@ -471,7 +472,7 @@ class Exporter:
         return peer.opened
 
     def _free_slot(self, peer: _Peer) -> int:
-        """Return a place among those that read; raises ``OverQuota``."""
+        """Return a free slot for a peer; raises ``OverQuota``."""
         readers, limit = self._readers, self._rules.readers
         free, own = limit - len(readers), [other.who for other in readers.values()].count(peer.who)
         if not free:
@@ -497,12 +498,12 @@ class Exporter:
         return msgspec.structs.replace(opened, runs=draft.runs, piece=draft.cut.piece)
 
     async def _tell_runs(self, peer: _Peer, draft: AnnouncedDraft, said: bytes | None) -> None:
-        """Say which runs of a draft are there, whenever there are more, until it is published or ends."""
+        """Send a peer the runs of a draft that are there, whenever there are more, until it is published or ends."""
         try:
             while said is not None:
                 change = draft.change
                 if draft.gone:
-                    await self._release(peer)  # before the peer answers: the memory has no use any more, and is freed
+                    await self._release(peer)  # before the peer answers: the memory is useless now, and is freed
                     await self._hang_up(peer, Unavailable(GONE))
                     return
                 if draft.runs == said:
@@ -515,7 +516,7 @@ class Exporter:
             peer.writer.close()
 
     async def _hang_up(self, peer: _Peer, error: CubrokerError) -> None:
-        """Say why, and end the connection, also if the peer does not."""
+        """Send the error, and end the connection even if the peer does not."""
         try:
             async with asyncio.timeout(HANG_UP):
                 await self._refuse(peer, error)
@@ -535,7 +536,7 @@ class Exporter:
             raise _CutOff(f"it says that it has read {nbytes} bytes of a version that has {size}")
         if nbytes > peer.nbytes:
             self._meter.read(peer.opened.name, nbytes - peer.nbytes)
-            peer.came = now if peer.nbytes < size else peer.came  # more than that may be read again, but counts no more
+            peer.came = now if peer.nbytes < size else peer.came  # bytes beyond `size` are read again: no progress
             peer.nbytes = nbytes
         elif now - peer.came > rules.stall:
             raise _CutOff(f"it has read nothing for {rules.stall:g} s")
@@ -544,7 +545,7 @@ class Exporter:
         return Going()
 
     async def _release(self, peer: _Peer) -> None:
-        """End what a peer has: its process, and with it the lease."""
+        """End the process of a peer, and with it the lease."""
         slot, peer.slot = peer.slot, None
         if slot is None:
             return
@@ -552,7 +553,7 @@ class Exporter:
         try:
             if source:
                 await source.kill()
-        finally:  # also if what waits for the process is cancelled: the connection is over
+        finally:  # also if the wait for the process is cancelled: the connection is over
             del self._readers[slot]
         self._meter.reading(len(self._readers))
         if peer.opened:
@@ -573,10 +574,10 @@ class Exporter:
         return await SourceProcess.start(SOURCE, str(self._broker.directory))
 
     async def _take(self) -> SourceProcess:
-        """Return the process that was started in advance, or one in its place if it is no more; and start the next."""
+        """Return the process that was started in advance, or a new one if that has ended; and start the next spare."""
         spare = self._spare
         assert spare is not None
-        self._prepare()  # before anything is awaited: two peers never get the same one
+        self._prepare()  # before anything is awaited, so that two peers never get the same process
         try:
             found = await spare
             if found.alive:
@@ -596,7 +597,7 @@ class Exporter:
         peer.watches.add(task)
 
     async def _tell(self, peer: _Peer, name: str) -> None:
-        """Say which version is current, now and after every change, as far as the peer may know it."""
+        """Send the number of the current version, now and after every change, if the peer may know it."""
         said, when = -1, 0.0
         try:
             async for _ in _changes(await asyncio.to_thread(self._live), name):
@@ -607,16 +608,16 @@ class Exporter:
                 now = time.monotonic()
                 if (
                     version or said or now - when >= messages.WATCH_BEAT
-                ):  # of changes that it may not see it hears nothing
+                ):  # changes that the peer may not see are not sent
                     await self._say(peer, CurrentVersion(version))
                     said, when = version, now
         except (CubrokerError, OSError) as error:
             log.info("%s cannot watch %s any longer: %s", peer, name, error)
-            peer.writer.close()  # it asks again, here or elsewhere
+            peer.writer.close()  # the peer asks again, here or elsewhere
 
 
 async def _changes(broker: Broker, name: str) -> AsyncGenerator[None]:
-    """Yield at once, after every change of a pool's current version, and when long there was none."""
+    """Yield immediately, after every change of a pool's current version, and every ``WATCH_BEAT`` without one."""
     while (watch := await asyncio.to_thread(_watched, broker, name)) is None:
         yield
         await asyncio.sleep(messages.WATCH_BEAT)
@@ -636,7 +637,7 @@ async def _changes(broker: Broker, name: str) -> AsyncGenerator[None]:
 
 
 def _watched(broker: Broker, name: str) -> News | None:
-    """Watch a pool; None: this process's own user may not read it, which no peer is to know."""
+    """Watch a pool; None if this process's own user may not read it, which no peer may learn."""
     try:
         return broker.watch(name)
     except Denied:
@@ -644,6 +645,6 @@ def _watched(broker: Broker, name: str) -> News | None:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """End a connection at once, if it has not ended."""
-    with suppress(AttributeError):  # of asyncio in Python 3.11.2, Debian's, for one over TLS that has ended
+    """End a connection immediately, if it has not ended."""
+    with suppress(AttributeError):  # asyncio of Python 3.11.2 (Debian) raises it for a TLS connection that has ended
         writer.transport.abort()

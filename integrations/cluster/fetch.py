@@ -1,7 +1,7 @@
-"""Fetching: a version of a pool from other hosts into the broker of this one, once or every time there is a new one.
+"""Fetching versions of a pool from other hosts into the broker of this one: one version, or every new one.
 
-The work is done by a process of its own (:mod:`~cubroker.integrations.cluster.fetch_process`): the engine that moves
-the bytes is native code, and a source that misbehaves can end its process, but not the caller's.
+A separate process does the work (:mod:`~cubroker.integrations.cluster.fetch_process`): the engine that moves the bytes
+is native code, and a source that misbehaves can end the engine's process, but not the caller's.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from cubroker.protocol.paths import find_directory
 MODULE = "cubroker.integrations.cluster.fetch_process"
 
 REFUSALS = 3
-"""Rounds in which every source has refused, after which a pool is followed no more."""
+"""Rounds in which every source refuses, after which a pool is no longer followed."""
 
 PAUSES = (0.5, 30.0)
-"""Seconds between two attempts to watch a pool at a host that is away: at first, and at most, after doubling."""
+"""Seconds between two attempts to watch a pool at a host that is away: at first, and at most after doubling."""
 
 T = TypeVar("T")
 
@@ -68,11 +68,11 @@ def fetch(
 ) -> Fetched:
     """Fetch a version of a pool from other hosts, and publish it as the next version of the pool of that name here.
 
-    Its bytes are those of the source: a digest of every allocation is compared, and published with it. What is there
-    is passed on to other hosts meanwhile, if an exporter runs on this one.
+    The bytes are those of the source: a digest of every allocation is compared, and published with the version. If an
+    exporter runs on this host, it passes on bytes that have arrived to other hosts during the fetch.
 
     Args:
-        name: the pool, there and here.
+        name: the pool, at the sources and here.
         sources: the hosts that may have it, or fetch it at the same time: ``HOST``, ``HOST:PORT``, or a name that has
             many addresses. This host itself is left out.
         version: which one, by its number at the first of these sources that has it; by default the current one. Other
@@ -80,28 +80,29 @@ def fetch(
         directory: that of this host's broker; by default where clients find it.
         certificates: the folder with this host's certificate; by default ``$CUBROKER_CERTIFICATES``, else
             ``/etc/cubroker/cluster``.
-        devices: each gets a copy; by default the first one. A version that is sharded at the source comes whole.
+        devices: each gets a copy; by default the first one. Of a version that is sharded at the source, each gets all.
         share: how the memory is shared here, as for :meth:`cubroker.Broker.create`.
         mode: who may attach, as for ``create``.
         durable: whether the version outlives the broker, as for ``create``.
         if_absent: fetch only if the pool has no current version here. Of many callers one fetches while the others
             wait; if it fails or is killed, the next one takes over.
-        owner: whose version will do with ``if_absent``, besides this user's, root's and the broker's.
+        owner: whose version is enough with ``if_absent``, in addition to this user's, root's and the broker's.
         wait: seconds to wait for a source that has it and has room for a reader, for room here, and for other writers.
-        width: how many sources are read from at once, at most.
-        patience: seconds that a source may bring nothing, and that a fetch which has begun looks for another.
-        connect_timeout: seconds that this host's broker may take to open the session, as for :class:`cubroker.Broker`.
-        progress: called by this thread, now and then, with bytes that are there and bytes in all.
+        width: the most sources to read from at the same time.
+        patience: seconds after which a source that delivers nothing is given up, and for which a fetch that has begun
+            continues without any source.
+        connect_timeout: seconds to wait for this host's broker to open the session, as for :class:`cubroker.Broker`.
+        progress: called repeatedly, by this thread, with the bytes that are there and the bytes in all.
 
     Raises:
         NotFound: no source has it, for the user that the certificate names.
-        Denied: a side does not take the other's certificate, or this user may not publish it here.
+        Denied: a side rejects the other's certificate, or this user may not publish it here.
         OverQuota: every source that has it has as many readers as it may.
-        Corrupted: what came is not what the sources have, twice.
+        Corrupted: an allocation had another digest than at the sources, twice.
         Unavailable: no source can be reached, or all were lost; or the process of the transfer ended.
         Invalid: this host itself is the only source.
         Unsupported: the engine is not installed here (``cubroker[nixl]``).
-        CubrokerError: of the broker, as :meth:`cubroker.Broker.create` says. No error leaves anything of the draft.
+        CubrokerError: an error of the broker, as for :meth:`cubroker.Broker.create`. After any error no draft is left.
     """
     terms = {"share": share, "mode": mode, "durable": durable, "width": width}
     limits = {"patience": patience, "connect_timeout": connect_timeout}
@@ -127,11 +128,11 @@ def follow(
 ) -> Iterator[Fetched]:
     """Fetch every new version of a pool as it is published at a source, without end; yields what was fetched.
 
-    Versions that come faster than they can be fetched are seen as one, the last. A source that is away is looked for,
-    and another one followed meanwhile. Arguments are those of :func:`fetch`.
+    If versions are published faster than they can be fetched, only the last of them is fetched. If a source cannot be
+    reached, another one is followed, and the first is tried again. Arguments are those of :func:`fetch`.
 
     Args:
-        name: the pool, there and here.
+        name: the pool, at the sources and here.
         sources: the hosts that may have it.
         directory: that of this host's broker.
         certificates: the folder with this host's certificate.
@@ -139,15 +140,15 @@ def follow(
         share: how the memory is shared here.
         mode: who may attach.
         durable: whether the versions outlive the broker.
-        width: how many sources are read from at once.
-        patience: seconds that a source may bring nothing.
-        connect_timeout: seconds that this host's broker may take to open each session.
+        width: the most sources to read from at the same time.
+        patience: seconds after which a source that delivers nothing is given up.
+        connect_timeout: seconds to wait for this host's broker to open each session.
         progress: called with bytes that are there and bytes in all.
-        failed: called with every error that passes by itself: a source that is away, no room for the moment.
+        failed: called with every temporary error: a source cannot be reached, or there is no room for the moment.
 
     Raises:
-        Denied: a side does not take the other's certificate, or this user may not publish here.
-        CubrokerError: any other that does not pass by itself.
+        Denied: a side rejects the other's certificate, or this user may not publish here.
+        CubrokerError: any other error that is not temporary.
     """
     terms = {"share": share, "mode": mode, "durable": durable, "width": width}
     limits = {"patience": patience, "connect_timeout": connect_timeout}
@@ -190,10 +191,10 @@ def _following(order: Order, progress: OnProgress | None, failed: Callable[[Cubr
 def _versions(address: PeerAddress, order: Order, *, last: bool) -> Iterator[int]:
     """Yield the number of a host's current version, and of each that becomes the current one.
 
-    Of those that were published meanwhile only the last is yielded. It ends if the host has none, unless it is the
-    ``last`` one.
+    Of the versions that are published between two yields, only the last is yielded.
 
     Raises:
+        NotFound: the host has no current version. If the host is the ``last`` one, wait for a version instead.
         OwnHost: it is this host itself.
     """
     name, own = order.name, identity.host(Path(order.directory) if order.directory else find_directory())
@@ -202,7 +203,7 @@ def _versions(address: PeerAddress, order: Order, *, last: bool) -> Iterator[int
         while last or current.version:
             while connection.pending():
                 current = connection.hear(messages.CurrentVersion)
-            if current.version not in (0, seen):  # it is repeated now and then
+            if current.version not in (0, seen):  # the exporter repeats it every `WATCH_BEAT` seconds
                 seen = current.version
                 yield seen
             else:
@@ -218,7 +219,7 @@ def _ordered(
     devices: Sequence[DeviceId] | None,
     **terms: Any,
 ) -> Order:
-    """Return the order that a caller's arguments make; raises ``Invalid`` for those that none can have."""
+    """Make an order from a caller's arguments; raises ``Invalid`` for arguments that no order can have."""
     fields.check_pool_name(name)
     order = Order(
         name=name,
@@ -229,7 +230,7 @@ def _ordered(
         **terms,
     )
     try:
-        msgspec.convert(msgspec.to_builtins(order), Order)  # as the process will, which could not say it so
+        msgspec.convert(msgspec.to_builtins(order), Order)  # the process's own error would be less clear
         encode_json(order)
     except UnicodeEncodeError as error:
         raise Invalid(f"{error.object!r} is not UTF-8, as all of an order has to be; choose another name") from None
@@ -240,19 +241,19 @@ def _ordered(
     for what, limit in (("patience", order.patience), ("connect_timeout", order.connect_timeout)):
         if limit is not None and not 0 < limit <= MAX_WAIT:
             raise Invalid(f"{what} is {limit:g} s; it has to be more than 0, up to {MAX_WAIT:g}")
-    identity.asking_context(Path(order.certificates))  # or say once that it cannot be used, and not for each source
+    identity.asking_context(Path(order.certificates))  # to raise once if it is unusable, not for each source
     return order
 
 
 def _listed(what: str, given: Sequence[T]) -> tuple[T, ...]:
-    """Return what a list has; raises ``Invalid`` for one of its elements alone."""
+    """Return the elements of a list; raises ``Invalid`` if a single element was given instead of a list."""
     if isinstance(given, str | bytes | int):  # the letters of a name are no names
         raise Invalid(f"{what} is {given!r}, and no list; pass [{given!r}]")
     return tuple(given)
 
 
 def _devices(given: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
-    """Return devices as JSON has them; raises ``Invalid`` where there is none."""
+    """Return devices as values of JSON; raises ``Invalid`` if the list is empty."""
     if given is None:
         return None
     if not (devices := _listed("devices", given)):
@@ -261,7 +262,7 @@ def _devices(given: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
 
 
 def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
-    """Have a process do what is ordered, and return what it did; raises as :func:`fetch` does."""
+    """Start a process that carries out an order, and return its result; raises as :func:`fetch` does."""
     command, ordered = engine_command(MODULE), encode_json(order) + b"\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
         assert process.stdin is not None

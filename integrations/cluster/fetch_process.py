@@ -1,18 +1,18 @@
 """The process that fetches one version: ``python -m cubroker.integrations.cluster.fetch_process``.
 
-It is told what to fetch by a line of JSON, and says how far it is, and how it ended, in lines of JSON. It opens the
-version at its sources, creates a draft, reads all of it with one thread and one engine per source, compares a digest of
-every allocation with what the sources say, and seals. Killed at any moment it leaves nothing: the draft ends with it.
+It reads an order as a line of JSON, and prints its progress and its result as lines of JSON. It opens the version at
+its sources, creates a draft, reads all of it with one thread and one engine per source, compares a digest of every
+allocation with the one from the sources, and seals. If it is killed, it leaves nothing: the draft ends with it.
 
-Which hosts it reads from, :mod:`~cubroker.integrations.cluster.source_choice` decides.
+:mod:`~cubroker.integrations.cluster.source_choice` decides which hosts it reads from.
 
-Hosts that are still fetching the version themselves are sources, too, of what they have. The exporter of this host is
-told what is here (:mod:`~cubroker.integrations.cluster.announcements`), for others to read. An allocation that comes
-out wrong is read again from hosts that have published the version alone.
+Hosts that are still fetching the version are sources, too, of the part that they have. This process announces its own
+part to the exporter of this host (:mod:`~cubroker.integrations.cluster.announcements`), for others to read. An
+allocation with a wrong digest is read again, from hosts alone that have published the version.
 
-The main thread decides, and waits for events: a source has answered, opened, or is lost; an allocation is whole, or is
-not what it should be. Each source has a thread, which alone uses its connection and its engine. One more thread
-computes digests, of pieces as they come.
+The main thread decides, and waits for events: a source has answered, opened the version, or is lost; an allocation is
+whole, or has a wrong digest. Each source has a thread, which alone uses its connection and its engine. One more thread
+computes digests of pieces as they arrive.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class Fetch:
         self._sources = SourceChoice(order, self._events.put)
 
     def run(self) -> Fetched:
-        """Do what is ordered; arguments and errors are those of :func:`~cubroker.integrations.cluster.fetch.fetch`."""
+        """Carry out the order; arguments and errors are those of :func:`~cubroker.integrations.cluster.fetch.fetch`."""
         order = self._order
         with ExitStack() as undo:
             broker = undo.enter_context(Broker(order.directory, connect_timeout=order.connect_timeout))
             self._sources.own = identity.host(broker.directory)
             order = msgspec.structs.replace(order, devices=_uuids(broker, order))
-            if order.if_absent:  # those that wait for their turn hold nothing at the sources
+            if order.if_absent:  # callers that wait for the lock hold nothing at the sources
                 undo.enter_context(broker.lock(order.name, timeout=order.wait))
                 if (there := _present(broker, order)) is not None:
                     return self._there(undo.enter_context(there))
-            engine.load()  # or say at once that it is not installed
+            engine.load()  # raises early if it is not installed
             undo.callback(self._end_sources)
             opened = self._open()
             layout = Layout.decode(opened.layout)
@@ -120,7 +120,7 @@ class Fetch:
         return Fetched(pool.name, pool.version, layout.nbytes, len(layout.tensors), seconds, 0.0, (), fetched=False)
 
     def _open(self) -> ExportedVersion:
-        """Return what the first source that has the version says of it."""
+        """Return the version as the first source that has it describes it."""
         deadline = self._began + self._order.wait
         while True:
             self._sources.ask(again=time.monotonic() < deadline)
@@ -131,9 +131,9 @@ class Fetch:
                 raise self._sources.why()
 
     def _fill(self, broker: Broker, draft: Draft, opened: ExportedVersion, undo: ExitStack) -> int:
-        """Fill a draft from all sources, and check it; returns how many bytes came from hosts that had a part.
+        """Fill a draft from all sources, and check it; returns how many bytes came from hosts that had only a part.
 
-        Other hosts are told what is there until ``undo`` is closed.
+        The draft is announced to the exporter until ``undo`` is closed.
         """
         filling = Filling(draft, opened, self._order.patience, self._events.put)
         sums = [place.digest for place in opened.places]
@@ -166,7 +166,7 @@ class Fetch:
         self._report(*filling.progress)
 
     def _bring(self, filling: Filling, whole: set[tuple[int, int]], wrong: set[tuple[int, int]]) -> None:
-        """Return when every allocation is there and was once found to have its digest."""
+        """Return when every allocation is there and once had the right digest."""
         alive = moved = time.monotonic()
         before = 0
         while len(whole) < filling.allocations:
@@ -188,7 +188,8 @@ class Fetch:
             if late and not self._sources.reading:
                 raise self._sources.why()
             done, total = filling.progress
-            if done != before or done == total or self._sources.has_whole:  # such a source is given up by itself
+            # A source with the whole version that delivers nothing is given up elsewhere.
+            if done != before or done == total or self._sources.has_whole:
                 before, moved = done, now
             if now - moved > self._order.patience:
                 raise Unavailable(
@@ -197,10 +198,10 @@ class Fetch:
                 )
 
     def _read_again(self, found: Wrong, filling: Filling, wrong: set[tuple[int, int]]) -> None:
-        """Have an allocation brought again that is not what it should be, by other sources if there are any.
+        """Have an allocation with a wrong digest read again, from other sources if there are any.
 
         Raises:
-            Corrupted: it came wrong twice from hosts that have the whole version, and there is no other one.
+            Corrupted: its digest was wrong twice from hosts that have the whole version, and there is no other host.
         """
         replica, allocation = found
         error = Corrupted(f"allocation {allocation} of {self._order.name} came with other bytes than it has")
@@ -215,7 +216,7 @@ class Fetch:
         wrong.add((replica, allocation))
 
     def _event(self, limit: float) -> Happened | None:
-        """Wait up to ``limit`` seconds for an event, and do what every phase does with it."""
+        """Wait up to ``limit`` seconds for an event, and handle those that every phase handles in the same way."""
         try:
             event = self._events.get(timeout=min(limit, 3600.0))
         except Empty:
@@ -232,14 +233,14 @@ class Fetch:
 
 
 def _uuids(broker: Broker, order: Order) -> tuple[str, ...]:
-    """Return the devices; by default the broker's first one, which may be another than this process's."""
+    """Return the UUIDs of the devices; by default of the broker's first one, which may not be this process's first."""
     if order.devices is None:
         return (broker.devices()[0].uuid,)
     return tuple(find(broker.driver, device).uuid for device in order.devices)
 
 
 def _present(broker: Broker, order: Order) -> Pool | None:
-    """Return the current version, if there is one, of a user that will do."""
+    """Return the current version, if there is one by an accepted owner."""
     try:
         assert order.devices
         return broker.attach(order.name, device=order.devices[0], owner=trusted(broker, order.owners))
@@ -265,7 +266,7 @@ def _same(broker: Broker, order: Order, opened: ExportedVersion) -> Pool | None:
 
 
 def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
-    """Return a draft, or with ``if_absent`` what another writer has published meanwhile."""
+    """Return a draft, or with ``if_absent`` the version that another writer has published in between."""
     owners = trusted(broker, order.owners)
     ask = partial(broker.attach_or_create, owner=owners) if order.if_absent else broker.create
     return ask(
@@ -300,21 +301,21 @@ def _own_output() -> Iterator[None]:
 
 
 def _need(ended: bool) -> None:
-    """Unless all engines have ended, end this process at once: its own end would unmap what they may still write."""
+    """Unless all engines have ended, exit immediately: a normal exit would unmap memory that they may still write."""
     if not ended:
         _say(StatusLine(error=(Unavailable.code, "a source's engine does not end; nothing was published")))
         os._exit(1)
 
 
 def _end_with_caller() -> None:
-    """End when standard input does: the process that ordered this is gone, and its draft goes with this one."""
-    while os.read(0, 1):  # by its number: a thread that waits in a buffered stream would stop the interpreter's end
+    """Exit at the end of standard input: the caller is gone. The draft ends with this process."""
+    while os.read(0, 1):  # not `sys.stdin`: a thread that waits in a buffered stream would block the interpreter's exit
         pass
     os._exit(1)
 
 
 def main() -> None:
-    """Do what a line of standard input orders, and say how it ended."""
+    """Carry out the order on standard input, and print the result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it, too, and ends this process
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     Thread(target=_end_with_caller, name="cubroker-caller", daemon=True).start()
@@ -339,7 +340,7 @@ def main() -> None:
         finally:
             if status:
                 traceback.print_exc()
-            os._exit(status)  # at once: a thread may wait for a host that is away, or an engine write
+            os._exit(status)  # without waiting for a thread that waits for a host, or for an engine that still writes
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Who speaks: certificates of both sides, TLS 1.3 between them, what the user may read whom one names; making them.
+"""The identities of hosts and users: their certificates for TLS 1.3, and what the user in a certificate may read.
 
 Every host and every user of a cluster has a certificate of one authority, which the cluster's operator keeps. A folder
-has three files: ``ca.pem``, the authority's certificate; ``cert.pem`` and ``key.pem``, this one's own; and ``crl.pem``
-if certificates have been revoked. ``cubroker certificates`` makes them (:func:`make_authority`, :func:`issue`); any
-authority that fills in the same fields will do:
+has three files: ``ca.pem``, the authority's certificate; ``cert.pem`` and ``key.pem``, the holder's own; and
+``crl.pem`` if certificates have been revoked. ``cubroker certificates`` makes them (:func:`make_authority`,
+:func:`issue`). Any other authority can make them if it fills in the same fields:
 
 - A certificate for a user has the user's name as its common name, and is for TLS clients. An exporter looks the name up
   on its own host: the modes of pools hold for that account there.
 - A certificate for a host has the names and addresses by which others reach it, and is for TLS servers. A fetching host
   checks that the exporter's has the name that it asked for.
 
-Certificates are checked by OpenSSL: signature, time, purpose, name and revocation. Nothing is said before that.
+OpenSSL checks certificates: signature, time, purpose, name and revocation. No message is sent before that.
 
 Keys that are made here are of the curve P-256. An authority's key signs and does nothing else; keep its folder on a
 host that neither exports nor fetches.
@@ -37,14 +37,14 @@ from cubroker.protocol.status import PoolInfo
 
 VARIABLE = "CUBROKER_CERTIFICATES"
 FOLDER = Path("/etc/cubroker/cluster")
-"""Where certificates are, if neither an argument nor the variable says so."""
+"""The folder with the certificates, if neither an argument nor the variable names one."""
 
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "cert.pem", "key.pem", "crl.pem"
 LOCK = "crl.lock"
-"""What is locked in an authority's folder while its list of revoked certificates is changed."""
+"""The file in an authority's folder that is locked while the list of revoked certificates is changed."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""What the kernel chose by chance when this host started."""
+"""The random id that the kernel chose when this host started."""
 
 READ = 4
 """The bit of a mode that lets a class of users attach."""
@@ -65,12 +65,12 @@ def find_folder(folder: str | os.PathLike[str] | None = None, environ: Mapping[s
 
 
 def serving_context(folder: Path) -> ssl.SSLContext:
-    """Return what an exporter accepts connections with: no certificate, no answer.
+    """Return the TLS context of an exporter, which requires a certificate of every client.
 
     Raises:
         NotFound: a file is missing.
         Denied: a file may not be read, or others may read the key.
-        Invalid: a file is none of the kind.
+        Invalid: a file has other content.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER, folder)
     context.num_tickets = 0  # each connection shows a certificate, which may have been revoked since the last
@@ -78,12 +78,13 @@ def serving_context(folder: Path) -> ssl.SSLContext:
 
 
 def check_serving(context: ssl.SSLContext, folder: Path) -> None:
-    """Look at the certificate of a :func:`serving_context` as every host does that connects.
+    """Check the certificate of a :func:`serving_context` as every connecting host does.
 
-    By which name these ask for it, and it has to have, is not known here.
+    The name by which hosts connect is not checked: it is not known here.
 
     Raises:
-        Invalid: none would take it: it is not valid now, was revoked, is of another authority or not for servers.
+        Invalid: every host would refuse it: it is expired, not yet valid, revoked, of another authority or not for
+            servers.
     """
     asking, incoming, outgoing = asking_context(folder), ssl.MemoryBIO(), ssl.MemoryBIO()
     asking.check_hostname = False
@@ -101,7 +102,7 @@ def check_serving(context: ssl.SSLContext, folder: Path) -> None:
 
 
 def asking_context(folder: Path) -> ssl.SSLContext:
-    """Return what a fetching host connects with; raises as :func:`serving_context` does."""
+    """Return the TLS context of a fetching host; raises as :func:`serving_context` does."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, folder)
 
 
@@ -147,7 +148,7 @@ def _no_password() -> str:
 
 
 def host(directory: Path) -> bytes:
-    """Return which broker of which host this is, the same for all its clients; empty if none serves there."""
+    """Return an id of a broker and its host, the same for all its clients; empty if there is no such directory."""
     try:
         found = directory.stat()
         boot = BOOT.read_bytes()
@@ -157,7 +158,7 @@ def host(directory: Path) -> bytes:
 
 
 def named_user(certificate: Mapping[str, object]) -> str:
-    """Return the common name in a certificate, as :meth:`ssl.SSLSocket.getpeercert` has it; empty if there is none."""
+    """Return the common name in the result of :meth:`ssl.SSLSocket.getpeercert`; empty unless there is exactly one."""
     subject = certificate.get("subject", ())
     assert isinstance(subject, tuple)
     names = [str(value) for part in subject for key, value in part if key == "commonName"]
@@ -172,13 +173,13 @@ def account(name: str) -> Account:
     """
     try:
         entry = pwd.getpwnam(name)
-    except (KeyError, ValueError):  # which has a NUL
+    except (KeyError, ValueError):  # ValueError: the name has a NUL
         raise Denied(f"the certificate names user {name!r}, whom the exporting host does not have") from None
     return Account(name, entry.pw_uid, frozenset(os.getgrouplist(name, entry.pw_gid)))
 
 
 def can_read(reader: Account, pool: PoolInfo, coming: int | None = None) -> bool:
-    """Whether a user may fetch a version: by the mode of its pool, as a process of this host might attach to it.
+    """Whether a user may fetch a version: by the mode of its pool, as for a process of this host that attaches to it.
 
     Args:
         reader: the user.
@@ -196,10 +197,10 @@ def can_read(reader: Account, pool: PoolInfo, coming: int | None = None) -> bool
 AUTHORITY_KEY = "ca-key.pem"
 AUTHORITY_DAYS = 3650
 DAYS = 365
-"""How long certificates are valid, if nothing else is said."""
+"""How long certificates are valid by default."""
 
 EARLY = timedelta(minutes=5)
-"""They are valid so much earlier than they are made: clocks of hosts differ."""
+"""How long before they are made certificates are valid already: clocks of hosts differ."""
 
 
 def make_authority(folder: Path, name: str = "cubroker cluster", days: int = AUTHORITY_DAYS) -> Path:
@@ -237,7 +238,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
         folder: where the three files go.
         user: the account that the holder is on exporting hosts.
         hosts: names and addresses by which others reach the holder's host; without any it cannot export.
-        days: how long it is valid, or for as long as the authority is if that ends before.
+        days: how long the certificate is valid; it ends with the authority at the latest.
 
     Returns:
         the certificate's path.
@@ -245,7 +246,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
     Raises:
         NotFound: there is no authority.
         Exists: the folder has a certificate, or another authority's, or an authority's key.
-        Invalid: the authority cannot be read, or has ended, or a user or a host cannot be named so.
+        Invalid: the authority cannot be read, or has ended, or no user or host can have such a name.
         Unsupported: the package ``cryptography`` is not installed.
     """
     with needing("making certificates", "cubroker[nixl]"):
@@ -284,7 +285,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
 def revoke(authority: Path, certificate: Path) -> Path:
     """Add a certificate to the list of those that are revoked, and return the list's path.
 
-    The list, ``crl.pem`` in the authority's folder, takes effect on hosts that have a copy beside their certificates.
+    The list, ``crl.pem`` in the authority's folder, takes effect on hosts that have a copy next to their certificates.
 
     Args:
         authority: the folder of :func:`make_authority`.
@@ -292,7 +293,7 @@ def revoke(authority: Path, certificate: Path) -> Path:
 
     Raises:
         NotFound: there is no authority, or no certificate.
-        Invalid: it is no certificate of that authority, or its own.
+        Invalid: the certificate is not one of that authority, or is the authority's own.
         Unsupported: the package ``cryptography`` is not installed, or the folder's filesystem has no locks.
     """
     with needing("revoking certificates", "cubroker[nixl]"):
@@ -337,17 +338,17 @@ def revoke(authority: Path, certificate: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other call has the folder: each of two that change a list would lose what the other adds.
+    """Hold the folder's lock, after waiting for it: of two calls that change the list, one would undo the other's.
 
-    The lock is that of a regular file which is open for writing, the only kind of lock that NFS passes on to its
-    server: on a shared folder it excludes calls of other hosts as well, unless a host has mounted it with ``nolock`` or
+    The lock is on a regular file that is open for writing, the only kind of lock that NFS passes on to its server. So
+    on a shared folder it excludes calls of other hosts as well, unless a host has mounted the folder with ``nolock`` or
     ``local_lock``.
 
-    Root gives a file that it makes to the owner of the folder, who may be the next that revokes, and no other file: a
-    link there could be to any.
+    If root creates the file, it gives the file to the owner of the folder, who may be the next to revoke. It does not
+    do so with an existing file, since a link there could refer to any file.
 
     Raises:
-        Denied: the file is a symbolic link, or of another user.
+        Denied: the file is a symbolic link, or belongs to another user.
         Unsupported: the filesystem has no locks.
     """
     path, owner = folder / LOCK, folder.stat()
@@ -378,19 +379,19 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 class Named(NamedTuple):
-    """What a certificate says."""
+    """The content of a certificate."""
 
     user: str
     #: Names and addresses of the holder's host.
     hosts: tuple[str, ...]
-    #: When it ends.
+    #: When the certificate expires.
     until: datetime
     #: Whether it is an authority's, whose name ``user`` is.
     authority: bool
 
 
 def describe(certificate: Path) -> Named:
-    """Return what a certificate says: the file, or the folder that has it; raises as :func:`revoke` does."""
+    """Return the content of a certificate, given its file or the folder that has it; raises as :func:`revoke` does."""
     with needing("reading certificates", "cubroker[nixl]"):
         from cryptography import x509
         from cryptography.x509.oid import NameOID
@@ -429,7 +430,7 @@ def _authority(folder: Path) -> tuple[Any, Any]:
         issuer = x509.load_pem_x509_certificate((folder / CA).read_bytes())
     except FileNotFoundError:
         raise NotFound(f"{folder} has no authority; make one with `cubroker certificates authority`") from None
-    except (ValueError, TypeError):  # of a key with a password the latter
+    except (ValueError, TypeError):  # TypeError: the key has a password
         raise Invalid(
             f"the authority in {folder} cannot be read: {AUTHORITY_KEY} or {CA} is damaged, or has a password"
         ) from None
@@ -464,9 +465,9 @@ def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
 
 
 def can_be_host(host: str) -> bool:
-    """Whether the system's functions take a text for a name or an address, and not for a fault of their caller.
+    """Whether the system's functions accept a text as a name or an address, and do not reject the argument itself.
 
-    Nor for an address that the user did not mean: to them ``1.2.3`` is ``1.2.0.3``.
+    False also for an address that the user did not mean: these functions read ``1.2.3`` as ``1.2.0.3``.
     """
     try:
         known = bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
@@ -518,7 +519,7 @@ def _text(certificate: Any) -> bytes:
 
 
 def _write(*files: tuple[Path, bytes, int]) -> Path:
-    """Write new files that no other user ever sees with another mode: all of them, or none; returns the last path."""
+    """Create files, with their modes from the start: all of them, or none; returns the last path."""
     with ExitStack() as undo:
         for path, text, mode in files:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -1,16 +1,16 @@
-"""What a host that fetches and a host that exports say to each other, and how it is framed; no sockets.
+"""The messages between a host that fetches and a host that exports, and their frames; no sockets.
 
-A connection is TLS over TCP, and each message is a frame: its length as four bytes, big-endian, and as many bytes of
-msgpack. The fetching side begins with :class:`PeerHello` and then asks. The exporting side answers each request with
-one message, a :class:`WatchPool` with one more after every change, and the :class:`Open` of a version that it has only
-in part with an :class:`Available` whenever more of it is there. Bytes of pools never go this way: the engines move
-them.
+A connection is TLS over TCP. Each message is a frame: its length as four bytes, big-endian, and as many bytes of
+msgpack. The fetching side begins with :class:`PeerHello` and then sends requests. The exporting side answers each
+request with one message. After a :class:`WatchPool` it sends one more with every change. After the :class:`Open` of a
+version that it has only in part, it sends an :class:`Available` whenever it has more. The bytes of pools are not part
+of any message: the engines move them.
 
-A host that fetches tells the exporter of its own host in the same frames what it has (:class:`Announce`), and an
-exporter its processes what to open (:class:`Serve`).
+In the same frames, a host that fetches tells the exporter of its own host what it has (:class:`Announce`), and an
+exporter tells its processes what to open (:class:`Serve`).
 
 All input is bounded before it is decoded, and decoded into these types alone. The process that fetches
-(:mod:`~cubroker.integrations.cluster.fetch_process`) is told an :class:`Order`, as a line of JSON, and answers with
+(:mod:`~cubroker.integrations.cluster.fetch_process`) receives an :class:`Order` as a line of JSON, and answers with
 lines that are :class:`StatusLine`.
 """
 
@@ -34,13 +34,13 @@ VERSION = 2
 """The protocol that this build speaks."""
 
 PARTS = 2
-"""The first version of the protocol in which versions are offered of which a host has a part."""
+"""The first version of the protocol in which a host offers versions that it has only in part."""
 
 PORT = 7411
-"""Where an exporter listens, if nothing else is said."""
+"""The port at which an exporter listens by default."""
 
 PATIENCE = 20.0
-"""Seconds that a source may bring nothing, and that a fetch goes on without any source, if nothing else is said."""
+"""Seconds for which, by default, a source may deliver nothing, and a fetch continues without any source."""
 
 MAX_REQUEST = 64 << 10
 """Bytes of the longest frame that an exporter reads: requests have no long fields."""
@@ -52,13 +52,13 @@ WATCH_BEAT = 20.0
 """Seconds after which an exporter repeats the current version to a peer that watches it."""
 
 NEWS = 0.05
-"""Seconds between two :class:`Available`, at least."""
+"""The least number of seconds between two :class:`Available`."""
 
 MAX_LOCAL = 8 << 20
 """Bytes of the longest frame within a host, which has the digests of a version."""
 
 MAX_ANNOUNCE = 4 << 10
-"""Bytes of the longest :class:`Announce`: it comes before anything is known of who sends it."""
+"""Bytes of the longest :class:`Announce`: it is read before anything is known about its sender."""
 
 OVERHEAD = 1 << 10
 """Bytes of a frame that are neither digests nor runs, at most."""
@@ -79,7 +79,7 @@ Runs = Annotated[bytes, Meta(max_length=1 << 20)]
 
 
 class PeerMessage(Struct, frozen=True, tag=True):
-    """Has its class's name in the field ``type``."""
+    """A message, with the name of its class in the field ``type``."""
 
 
 # -- from the host that fetches ------------------------------------------------------------------------
@@ -93,27 +93,27 @@ class PeerHello(PeerMessage, frozen=True):
 
 
 class List(PeerMessage, frozen=True):
-    """Asks for the versions that this peer may fetch: :class:`Offers`."""
+    """Asks for the versions that this peer may fetch. The answer is :class:`Offers`."""
 
 
 class Open(PeerMessage, frozen=True):
-    """Asks for the memory of a version: :class:`ExportedVersion`. A connection opens one version, once."""
+    """Asks for the memory of a version. The answer is :class:`ExportedVersion`. A connection opens one version."""
 
     name: Name
     #: 0: the current one.
     version: Natural = 0
-    #: What this side reads with (:mod:`~cubroker.integrations.cluster.engine`).
+    #: The engine that this side reads with (:mod:`~cubroker.integrations.cluster.engine`).
     engine: Name = "nixl"
 
 
 class WatchPool(PeerMessage, frozen=True):
-    """Asks for the current version of a pool, now and after every change: :class:`CurrentVersion`, again and again."""
+    """Asks for the current version of a pool. A :class:`CurrentVersion` is sent now and after every change."""
 
     name: Name
 
 
 class Progress(PeerMessage, frozen=True):
-    """Says that the peer lives and how many bytes it has read: :class:`Going`."""
+    """Reports that the peer is alive, and how many bytes it has read. The answer is :class:`Going`."""
 
     nbytes: Natural
 
@@ -128,7 +128,7 @@ class PeerWelcome(PeerMessage, frozen=True):
     version: Positive
     #: The user of this host whose permissions the peer has.
     user: Name
-    #: Which broker it exports from (:func:`cubroker.integrations.cluster.identity.host`); empty: it does not tell.
+    #: The id of the broker that it exports from (:func:`cubroker.integrations.cluster.identity.host`); empty: unknown.
     host: Annotated[bytes, Meta(max_length=16)] = b""
 
 
@@ -142,9 +142,9 @@ class Offer(Struct, frozen=True):
     tensors: Natural
     #: Whether it is its pool's current version.
     current: bool
-    #: What it is (:func:`content`): equal for the same version on all hosts; None: that is not known yet.
+    #: The result of :func:`content`, which is equal for the same version on all hosts; None: it is not known yet.
     content: Digest | None = None
-    #: How many of the bytes are there, of a version that is being fetched; None: all.
+    #: Of a version that is being fetched: how many of its bytes the host has; None: all.
     there: Natural | None = None
 
 
@@ -152,7 +152,7 @@ class Offers(PeerMessage, frozen=True):
     """Answers :class:`List`."""
 
     offers: Annotated[tuple[Offer, ...], Meta(max_length=MAX_ITEMS)]
-    #: How many peers read from this host now, and how many may at once.
+    #: How many peers read from this host now, and how many may read at the same time.
     readers: Natural
     limit: Natural
 
@@ -173,33 +173,33 @@ class ExportedVersion(PeerMessage, frozen=True):
 
     name: Name
     version: Positive
-    #: As :meth:`cubroker.protocol.layout.Layout.encode` has it.
+    #: As :meth:`cubroker.protocol.layout.Layout.encode` returns it.
     layout: bytes
     #: The name of the digests' definition (:mod:`cubroker.driver.digest`).
     algorithm: Name
     #: One for each allocation of the layout.
     places: Annotated[tuple[ExportedAllocation, ...], Meta(max_length=MAX_ITEMS)]
-    #: What the engine's other end connects with: a secret.
+    #: The data with which the peer's engine connects: a secret.
     metadata: bytes
     #: The peer's place among those that read from this host, and how many places there are.
     slot: Natural = 0
     slots: Positive = 1
-    #: The runs that are there, of a version that is being fetched, and how many bytes the largest has; None: all.
+    #: Of a version that is being fetched: the runs that the host has, and the bytes of the largest run; None: all.
     runs: Runs | None = None
     piece: Natural = 0
 
 
 class Available(PeerMessage, frozen=True):
-    """Follows the :class:`ExportedVersion` of a version that is being fetched there, whenever more is there."""
+    """Follows the :class:`ExportedVersion` of a version that the exporting host is fetching, whenever it has more."""
 
-    #: All that are there now; None: the version is published, and whole.
+    #: All runs that the host has now; None: the version is published, and whole.
     runs: Runs | None = None
 
 
 class CurrentVersion(PeerMessage, frozen=True):
     """Answers :class:`WatchPool`: after every change, and every ``WATCH_BEAT`` seconds; silence is a dead host."""
 
-    #: 0: there is none.
+    #: 0: the pool has none.
     version: Natural
 
 
@@ -208,7 +208,7 @@ class Going(PeerMessage, frozen=True):
 
 
 class PeerRefusal(PeerMessage, frozen=True):
-    """Answers any request that cannot be fulfilled. The connection goes on."""
+    """Answers any request that cannot be fulfilled. The connection stays open."""
 
     #: As in :mod:`cubroker.protocol.errors`.
     code: Name
@@ -219,23 +219,23 @@ class PeerRefusal(PeerMessage, frozen=True):
 
 
 class Announce(PeerMessage, frozen=True):
-    """Tells the exporter of the own host of a draft that is being filled: :class:`Going`, or a refusal.
+    """Announces a draft that is being filled to the host's own exporter. The answer is :class:`Going` or a refusal.
 
-    :class:`DraftContent` follows. With the end of the connection the version is published, or ends.
+    :class:`DraftContent` follows. When the connection ends, the version is published, or has ended.
     """
 
-    #: The broker that has it, as in :class:`PeerWelcome`.
+    #: The id of the broker that has the draft, as in :class:`PeerWelcome`.
     host: bytes
     name: Name
     version: Positive
-    #: The mode that the pool will have with it; None: the one that it has.
+    #: The mode that the pool gets with this version; None: the pool keeps its mode.
     mode: Annotated[int, Meta(ge=0, le=0o777)] | None = None
 
 
 class DraftContent(PeerMessage, frozen=True):
-    """Says what a draft that was announced will be, and what is there: :class:`Going`, or a refusal.
+    """Describes an announced draft: its digests, and the runs it has. The answer is :class:`Going` or a refusal.
 
-    :class:`Available` follow.
+    :class:`Available` messages follow.
     """
 
     #: The digest that each allocation will have, by the algorithm of this name.
@@ -247,14 +247,14 @@ class DraftContent(PeerMessage, frozen=True):
 
 
 class Serve(PeerMessage, frozen=True):
-    """Has a process of the exporter open a version for one peer: :class:`ExportedVersion`."""
+    """Has a process of the exporter open a version for one peer. The answer is :class:`ExportedVersion`."""
 
     name: Name
     version: Positive
     engine: Name
     #: Whether it may be a draft.
     unsealed: bool = False
-    #: The digest of each allocation, if they are known; else the process finds them out.
+    #: The digest of each allocation, if they are known; otherwise the process obtains them.
     digests: Digests = ()
 
 
@@ -265,7 +265,7 @@ class Order(Struct, frozen=True):
     """What a process is to fetch, and where to."""
 
     name: str
-    #: As :func:`~cubroker.integrations.cluster.connection.parse` takes them.
+    #: As :func:`~cubroker.integrations.cluster.connection.parse` accepts them.
     peers: tuple[str, ...]
     certificates: str
     #: 0: the current one.
@@ -277,20 +277,20 @@ class Order(Struct, frozen=True):
     share: str = AUTO
     mode: int | None = None
     durable: bool | None = None
-    #: Whether a current version that is there will do, and whose besides this user's.
+    #: Whether an existing current version is enough, and whose versions count in addition to this user's.
     if_absent: bool = False
     owners: tuple[int, ...] = ()
-    #: Whether a current version with the same bytes will do.
+    #: Whether a current version with the same bytes is enough.
     if_changed: bool = False
     #: Seconds to wait for a source with room, for room here, and for other writers.
     wait: float = 0.0
-    #: Sources to read from at once, at most.
+    #: The most sources to read from at the same time.
     width: int = WIDTH
-    #: Seconds that a source may bring nothing, and that the fetch goes on without any.
+    #: Seconds for which a source may deliver nothing, and the fetch continues without any source.
     patience: float = PATIENCE
-    #: Seconds that the broker may take to open the session; None: as long as by default.
+    #: Seconds to wait for the broker to open the session; None: the default of :class:`cubroker.Broker`.
     connect_timeout: float | None = None
-    #: The one of the sources whose version it is to be, as an address; empty: the first that has it.
+    #: The address of the source that defines which version is fetched; empty: the first source that has it.
     leader: str = ""
 
 
@@ -306,18 +306,18 @@ class Fetched(Struct, frozen=True):
     tensors: int
     #: From the call to the published version, everything included.
     seconds: float
-    #: The part of it in which bytes came.
+    #: The part of ``seconds`` in which bytes were read.
     read_seconds: float
     #: The hosts that bytes came from.
     sources: tuple[str, ...]
-    #: False if a version that was there would do.
+    #: False if an existing version was enough.
     fetched: bool
-    #: How many of one copy's bytes came from hosts which had not all of it themselves.
+    #: How many of one copy's bytes came from hosts that had only a part of the version themselves.
     from_parts: int = 0
 
 
 class StatusLine(Struct, frozen=True):
-    """A line that the process prints: one of its fields."""
+    """A line that the process prints, with one of its fields set."""
 
     #: Bytes that are there, and bytes in all.
     progress: tuple[int, int] | None = None
@@ -341,7 +341,7 @@ _locals: msgspec.msgpack.Decoder[Local] = msgspec.msgpack.Decoder(Local)
 
 
 def frame(message: Request | Reply | Local) -> bytes:
-    """Return a message as it goes over a connection."""
+    """Return a message as a frame."""
     body = encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -372,7 +372,7 @@ def local(body: bytes) -> Local:
 
 
 def content(layout: bytes, algorithm: str, digests: Iterable[bytes]) -> bytes:
-    """Return what stands for a version on all hosts: its layout, as it is encoded, and the digests of its bytes."""
+    """Return a digest that identifies a version on all hosts, of its encoded layout and the digests of its bytes."""
     found = blake2b(layout, digest_size=16, key=algorithm.encode()[:64])
     for digest in digests:
         found.update(digest)
@@ -380,12 +380,12 @@ def content(layout: bytes, algorithm: str, digests: Iterable[bytes]) -> bytes:
 
 
 def to_runs(bits: int) -> bytes:
-    """Return runs as they travel."""
+    """Return runs, which are bits of a number, as messages contain them."""
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
 
 def from_runs(runs: bytes | None, count: int) -> int | None:
-    """Return runs as bits of a number; None: all. Raises ``Invalid`` if they are not among ``count``."""
+    """Return a message's runs as bits of a number; None: all. Raises ``Invalid`` if they are not among ``count``."""
     if runs is None:
         return None
     if len(runs) > -(-count // 8) or (bits := int.from_bytes(runs, "little")).bit_length() > count:
@@ -394,12 +394,12 @@ def from_runs(runs: bytes | None, count: int) -> int | None:
 
 
 def content_limit(allocations: int, runs: int) -> int:
-    """Return how many bytes a :class:`DraftContent` has at most, for a version of so many allocations and runs."""
+    """Return the most bytes that a :class:`DraftContent` has, for these numbers of allocations and runs."""
     return OVERHEAD + (2 + DIGEST) * allocations + runs_limit(runs)
 
 
 def runs_limit(runs: int) -> int:
-    """Return how many bytes an :class:`Available` has at most, for a version of so many runs."""
+    """Return the most bytes that an :class:`Available` has, for this number of runs."""
     return OVERHEAD + -(-runs // 8)
 
 

@@ -1,9 +1,9 @@
-"""Which hosts a fetch reads from: who is asked and when, who opens the version, who is left, and why there is none.
+"""The choice of the hosts for a fetch: which are asked and when, which open the version, and which are given up.
 
-A host that is lost is asked again later, and is replaced by another one that has the same bytes: layout and digests are
-the same there; the number of the version may be another. A host that has a part alone is a source of what it has, as
-long as nothing of that came out wrong. How pieces are shared among the sources,
-:mod:`~cubroker.integrations.cluster.sources` decides; here are the hosts behind them, each read by a
+A host that is lost is asked again later, and is replaced by another one that has the same bytes: its layout and digests
+are equal, while the number of the version may differ. A host that has only a part of the version is a source of that
+part, as long as none of it had a wrong digest. :mod:`~cubroker.integrations.cluster.sources` decides how pieces are
+shared among the sources. This module has the hosts behind the sources, each read by a
 :class:`.source_thread.SourceReader`.
 """
 
@@ -39,29 +39,29 @@ AGAIN = (0.5, 8.0)
 """Seconds until a host that was lost is asked again: at first, and at most, after doubling."""
 
 GATHER = 0.2
-"""Seconds that the answers of other hosts are waited for after the first, to choose among them."""
+"""Seconds to wait after the first answer for the answers of other hosts, to choose among them."""
 
 GATHER_PARTS = 2.0
-"""The same, where all of them have parts alone and so might be of a version that never comes to be."""
+"""The same, if all hosts that have answered have only parts, whose version may never be published."""
 
 LEAVE = 15.0
 """Seconds that the threads of sources have to end."""
 
 SHOWN = 5
-"""Hosts whose errors are told one by one."""
+"""Hosts whose errors a message lists one by one."""
 
 
 class Host:
-    """A host that may be asked: when, and for what it was given up."""
+    """A host that may be asked: when it may be, and the error for which it was given up."""
 
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
         self.source: SourceReader | None = None
         self.error: CubrokerError | None = None
-        #: The version's number there, once it has opened it; and those of versions that have other bytes.
+        #: The version's number at this host, once it has opened it; and the numbers of versions with other bytes.
         self.version = 0
         self.others: set[int] = set()
-        #: Those of versions of which it has a part, and did not let this side read that.
+        #: The numbers of versions that it has in part, and that this side could not read from it.
         self.refused: set[int] = set()
         #: Whether it may be read from only once it has the whole version.
         self.distrusted = False
@@ -71,7 +71,7 @@ class Host:
         self._pause = AGAIN[0]
 
     def put_off(self, error: CubrokerError | None) -> None:
-        """Note that it is gone for now, and for what reason; None: others were chosen."""
+        """Record that it is not a source for now, and the reason; None: others were chosen."""
         self.source, self.error = None, error or self.error
         self.due = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, AGAIN[1])
@@ -89,8 +89,8 @@ class Host:
 
         Args:
             name: the pool.
-            offers: what it has.
-            content: what is wanted; None: the current version, or if it has none the newest of which it has a part.
+            offers: the host's.
+            content: of the wanted version; None: wanted is the current version, or else the newest that it has in part.
         """
         known = [
             offer
@@ -109,51 +109,51 @@ class Host:
 
 
 class _Wanted(NamedTuple):
-    """What a host shall open."""
+    """The version that a host is to open."""
 
     #: 0: its current version.
     number: int
-    #: What it is, if that is known; and whether the host has a part of it alone.
+    #: The version's :func:`messages.content`, if it is known; and whether the host has only a part of the version.
     content: bytes | None = None
     partial: bool = False
 
 
 class SourceChoice:
-    """The hosts that may have a version, and those of them that bring it. All methods are the main thread's."""
+    """The hosts that may have a version, and those that it is read from. Only the main thread calls its methods."""
 
     def __init__(self, order: Order, report: Callable[[Reported], object]) -> None:
         self._order = order
         self._report = report
         self._chance = Random()  # noqa: S311  # which of equal hosts is asked
         self._hosts = [Host(address) for address in resolve(order.peers)]
-        if not order.version:  # else the first that has it says what it is
-            self._chance.shuffle(self._hosts)  # or all hosts of a cluster would ask the same ones first
+        if not order.version:  # a version's number is that of the first host that has it: then the order matters
+            self._chance.shuffle(self._hosts)  # otherwise all hosts of a cluster would ask the same ones first
         self._started: list[SourceReader] = []
-        #: The host of each, in their order.
+        #: The host of each started source, in the same order.
         self._host_of: list[Host] = []
-        #: This host's own broker, which is not read from.
+        #: The id of this host's own broker, which is not read from.
         self.own = b""
-        #: Hosts that have answered, and were told nothing yet, and what each shall open; when that is decided, or if
-        #: all of them have parts alone, when then.
+        #: Sources that have answered and were told nothing yet, and what each is to open; when to choose among them,
+        #: and when to choose if all of them have only parts.
         self._candidates: dict[SourceReader, Candidate] = {}
         self._wanted: dict[SourceReader, _Wanted] = {}
         self._gathered = self._gathered_parts = 0.0
-        #: Those that were told to open a version of which they have a part, with its number.
+        #: Sources that were told to open a version that they have only in part, with its number.
         self._parts: dict[SourceReader, int] = {}
-        #: What the version is, and whether a source has opened it.
+        #: The version's :func:`messages.content`, once it is known, and whether a source has opened the version.
         self._content: bytes | None = None
         self._opened = False
         self._filling: Filling | None = None
-        #: Those that were told to open it.
+        #: Sources that were told to open the version.
         self._engaged: set[SourceReader] = set()
-        #: Those that have opened it, and have the same bytes as the first one.
+        #: Sources that have opened it, and have the same bytes as the first one.
         self._same: dict[int, SourceReader] = {}
-        #: Those that bytes come from.
+        #: Sources that were told to deliver bytes.
         self.reading: dict[int, SourceReader] = {}
         self.used: dict[str, None] = {}
 
     def ask(self, *, again: bool = True) -> None:
-        """Ask hosts that may be asked now, as long as more sources are wanted: the one first that waits longest.
+        """Ask hosts that may be asked now, as many as are wanted; those that have waited longest come first.
 
         Args:
             again: whether to ask those that were asked before.
@@ -178,13 +178,13 @@ class SourceChoice:
         ]
 
     def _room(self) -> int:
-        """Return how many hosts more to ask."""
+        """Return how many more hosts to ask."""
         asked = sum(host.source is not None for host in self._hosts) - len(self._engaged)
         wanted = self._order.width - len(self._engaged)
         return max(0, (wanted if self._engaged else ASKED) - asked)
 
     def next_due(self) -> float:
-        """Seconds until something is to be done, if nothing happens."""
+        """Return the seconds until the next action is due if no event arrives."""
         times = [host.due for host in self._askable()] if self._room() else []
         if self._candidates:
             times.append(self._choosing)
@@ -192,21 +192,21 @@ class SourceChoice:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no host can be asked any more, and none has been asked."""
+        """Whether no host can be asked any more, and no answer is awaited."""
         return not self._askable() and not self.asking
 
     @property
     def asking(self) -> bool:
-        """Whether an answer may still come."""
+        """Whether an answer may still arrive."""
         return any(host.source is not None for host in self._hosts)
 
     @property
     def bringing(self) -> bool:
-        """Whether a source that is read from has brought anything; else one that always fails would do for ever."""
+        """Whether a source that is read from has delivered a piece; one that always fails keeps no fetch alive."""
         return any(source.brought for source in self.reading.values())
 
     def answered(self, event: Answered) -> None:
-        """Take a host's answer: it is a candidate if it has the pool."""
+        """Handle a host's answer: the host is a candidate if it has the pool."""
         host = self._host(event.source)
         if host is None:
             return
@@ -214,7 +214,7 @@ class SourceChoice:
         if wanted is None:
             event.source.leave()
             none = NotFound(f"it has no {self._order.name} that this host may fetch")
-            host.put_off(None if host.distrusted or host.refused else none)  # why that is so says more
+            host.put_off(None if host.distrusted or host.refused else none)  # the earlier error says more
             return
         self._wanted[event.source] = wanted
         if not self._candidates:
@@ -223,10 +223,10 @@ class SourceChoice:
         self._candidates[event.source] = Candidate(str(event.source.number), event.offers.readers, event.offers.limit)
 
     def _find(self, host: Host, offers: Sequence[Offer]) -> _Wanted | None:
-        """Return the version that a host shall open; None: it has none."""
+        """Return the version that a host is to open; None: it has none."""
         name, wanted = self._order.name, self._order.version
         if self._content is None and wanted:
-            if self._order.leader:  # it says what the version is, also if it has no room for a reader
+            if self._order.leader:  # it defines the content of the version, even if it has no room for a reader
                 self._content = next((o.content for o in offers if (o.name, o.version) == (name, wanted)), None)
             part = any(_partial(offer) for offer in offers if (offer.name, offer.version) == (name, wanted))
             has = any(offer.name == name for offer in offers) and not (part and wanted in host.refused)
@@ -239,19 +239,20 @@ class SourceChoice:
 
     @property
     def _undecided(self) -> bool:
-        """Whether the current version of any host will do."""
+        """Whether the current version of any host is accepted."""
         return self._content is None and not self._order.version
 
     @property
     def _choosing(self) -> float:
-        """When the candidates are chosen among, if not all that were asked have answered before."""
+        """When to choose among the candidates, unless all hosts that were asked answer before."""
         parts = self._undecided and all(each.partial for each in self._wanted.values())
         return self._gathered_parts if parts else self._gathered
 
     def _decided(self) -> list[SourceReader]:
-        """Return the candidates that have what is wanted: as long as that is open, current versions before parts.
+        """Return the candidates that have the wanted version; while it is undecided, current versions before parts.
 
-        Parts count then if they are of such a version; of parts alone, the first that is opened decides.
+        Parts then count only if they are of a current version. If there are only parts, the first that is opened
+        decides.
         """
         found = [*self._candidates]
         if self._undecided and not all(self._wanted[source].partial for source in found):
@@ -260,7 +261,7 @@ class SourceChoice:
         return found
 
     def choose(self) -> None:
-        """Have the best of the candidates open the version, once there was time for the others to answer."""
+        """Have the best of the candidates open the version, once the other hosts had time to answer."""
         waited = sum(host.source is not None for host in self._hosts) - len(self._engaged)
         if not self._candidates or (time.monotonic() < self._choosing and len(self._candidates) < waited):
             return
@@ -268,7 +269,7 @@ class SourceChoice:
         decided = {str(source.number): source for source in self._decided()}
         roomy = by_room([self._candidates[source] for source in decided.values()], self._chance)
         chosen = [decided[each.peer] for each in roomy]
-        if self._order.version and self._content is None:  # the number is that of the first that was given
+        if self._order.version and self._content is None:  # the number is the one at the first of the given hosts
             chosen, room = sorted(chosen, key=lambda source: source.number), min(1, room)
         for source in [*self._candidates]:
             host = self._host(source)
@@ -287,7 +288,7 @@ class SourceChoice:
         self._wanted.clear()
 
     def ready(self, event: Ready) -> bool:
-        """Take a host that has opened the version; returns whether it is the first of all."""
+        """Handle a host that has opened the version; returns whether it is the first one."""
         host = self._host(event.source)
         if host is None:
             return False
@@ -310,7 +311,7 @@ class SourceChoice:
         return first
 
     def _refused(self, source: SourceReader, host: Host, error: CubrokerError) -> None:
-        """Do without what a host was to open: a part, or if it is none the host."""
+        """Give up the part that a host was to open; if it was not a part, give up the host."""
         part = self._parts.get(source)
         self._dismiss(source)
         if part is None:
@@ -320,7 +321,7 @@ class SourceChoice:
             host.put_off(error)
 
     def _dismiss(self, source: SourceReader) -> None:
-        """Have a source end, and do without it."""
+        """End a source, and remove it."""
         source.leave()
         self._parts.pop(source, None)
         self.reading.pop(source.number, None)
@@ -330,7 +331,7 @@ class SourceChoice:
         self._engaged.discard(source)
 
     def fill(self, filling: Filling) -> None:
-        """Have all that have opened the version bring it."""
+        """Have all sources that have opened the version deliver it."""
         self._filling = filling
         for source in self._same.values():
             self._begin(source, filling)
@@ -341,13 +342,13 @@ class SourceChoice:
         source.read(filling)
 
     def lost(self, event: Lost) -> None:
-        """Note that a host is gone: it may be asked again later, unless it will never do."""
+        """Record that a host is gone: it may be asked again later, unless its error is permanent."""
         host = self._host(event.source)
         if host and isinstance(event.error, Denied | Invalid | Unsupported) and not isinstance(event.error, OwnHost):
             self._refused(event.source, host, event.error)
             return
         self._dismiss(event.source)
-        if host is None:  # it was given up before
+        if host is None:  # the source was given up before
             return
         if isinstance(event.error, OwnHost):
             host.leave_out()
@@ -355,17 +356,17 @@ class SourceChoice:
             host.put_off(event.error)
 
     def distrust(self, numbers: set[int], error: CubrokerError) -> bool:
-        """Read from those of these sources that have a part only once they have all; returns whether there were any."""
+        """Read from sources with only a part no more until they have all; returns whether any of these has a part."""
         found = [number for number in numbers if not self._started[number].whole]
         for host in [self._host_of[number] for number in found]:
             host.distrusted = True
-            if host.source and not host.source.whole:  # another one by now, perhaps
+            if host.source and not host.source.whole:  # it may be another source of that host by now
                 self._dismiss(host.source)
                 host.put_off(error)
         return bool(found)
 
     def drop(self, numbers: set[int], error: CubrokerError) -> bool:
-        """Exclude sources, if others are left that have the whole version; returns whether there are."""
+        """Exclude sources, if others that have the whole version are left; returns whether there are such."""
         if not any(source.whole for number, source in self._same.items() if number not in numbers):
             return False
         for number in numbers:
@@ -376,7 +377,7 @@ class SourceChoice:
         return True
 
     def leave_useless(self, filling: Filling) -> None:
-        """Leave sources that long had nothing that is wanted, as far as there are other hosts to ask."""
+        """Give up sources that had no wanted piece for ``USELESS`` seconds, at most one for each other host to ask."""
         now = time.monotonic()
         others = sum(host.due <= now for host in self._askable())
         useless = [source for number, source in self.reading.items() if filling.useless(number) > USELESS]
@@ -390,7 +391,7 @@ class SourceChoice:
         return any(source.whole for source in self.reading.values())
 
     def give_up(self) -> None:
-        """Do without sources that were told to read and are still not connected."""
+        """Give up sources that were told to read and are not connected within ``patience`` seconds."""
         now, patience = time.monotonic(), self._order.patience
         for source in [*self.reading.values()]:
             if not source.writing and now - source.told > patience:
@@ -398,16 +399,16 @@ class SourceChoice:
                 self.lost(Lost(source, Unavailable(f"{source.address} could not be read from within {patience:g} s")))
 
     def leave_late(self, filling: Filling) -> bool:
-        """Leave sources that still write what others have brought; returns as :meth:`end` does."""
+        """Give up sources that still write pieces that others have delivered; returns whether all writes have ended."""
         for number in filling.writing:
             source = self._started[number]
             self.lost(Lost(source, Unavailable(f"{source.address} was slower than others")))
         return filling.wait(LEAVE)
 
     def end(self) -> bool:
-        """Have all threads end, and return when those have that write; False if one does not.
+        """Have all threads end, and return when those that write have ended; False if one has not.
 
-        An engine writes until it is closed, and memory must not be given back before.
+        An engine writes until it is closed, and memory must not be given back before that.
         """
         if self._filling:
             self._filling.end_joining()
@@ -418,7 +419,7 @@ class SourceChoice:
         return all(source.join(max(0.0, deadline - time.monotonic())) or source.closed for source in writing)
 
     def why(self) -> CubrokerError:
-        """Return the reason why there is no source, of the kind that tells most, with what each host says."""
+        """Return the error that says why there is no source: of the most telling kind, with each host's text."""
         if self._hosts and all(host.own for host in self._hosts):
             own = ", ".join(str(host.address) for host in self._hosts)
             return Invalid(f"{self._order.name} cannot be fetched: {own} is this host itself; name others")
@@ -441,7 +442,7 @@ class SourceChoice:
 
 
 def _check(opened: ExportedVersion) -> None:
-    """Raise ``Invalid`` unless what a source says of a version fits together."""
+    """Raise ``Invalid`` unless a source's description of a version is consistent."""
     layout = Layout.decode(opened.layout)
     if tuple(place.nbytes for place in opened.places) != layout.allocations:
         raise Invalid("the source says of a version what does not fit together; it is not of this project, or damaged")

@@ -1,9 +1,9 @@
 """The process that has one version registered for one peer: ``python -m cubroker.integrations.cluster.source_process``.
 
-The exporter starts it, and speaks with it over its standard streams, in the frames that go over connections. It
-attaches to the version that it is told, registers the memory, and says where it is. From then on the peer reads, and
-the process waits for the end of its standard input. It then ends without a word, as at any signal. Its lease ends with
-it, and no peer reads memory through a process that is gone.
+The exporter starts it, and exchanges frames with it over its standard streams, as over connections. The process
+attaches to the version that it is told, registers the memory, and reports where that is. From then on the peer reads,
+and the process waits for the end of its standard input. Then it exits without a message, as it does on any signal. Its
+lease ends with it, and no peer can read memory through a process that is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ANSWER = 120.0
 
 
 class SourceProcess:
-    """Such a process as the exporter has it: asked in frames, and killed. Its standard input ends with the exporter."""
+    """The exporter's handle to such a process: sends it requests, and kills it.
+
+    The standard input of the process ends with the exporter.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -66,18 +69,18 @@ class SourceProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended, as far as is known."""
+        """Whether the process is not known to have ended."""
         return self._process.returncode is None and not self._output.at_eof()
 
     async def ask(self, request: Serve) -> Reply:
         """Send a request and return the answer; raises ``Unavailable`` if the process ends or is silent."""
-        with suppress(ConnectionError):  # its end is noticed by what it does not say
+        with suppress(ConnectionError):  # `hear` notices that the process has ended
             self._input.write(messages.frame(request))
             await self._input.drain()
         return await self.hear(ANSWER)
 
     async def hear(self, limit: float) -> Reply:
-        """Return what the process says next, within so many seconds; raises as :meth:`ask` does."""
+        """Return the next message of the process, received within ``limit`` seconds; raises as :meth:`ask` does."""
         try:
             async with asyncio.timeout(limit):
                 head = await self._output.readexactly(messages.LENGTH.size)
@@ -98,7 +101,7 @@ class SourceProcess:
 
 
 def main(directory: str) -> None:
-    """Serve one peer, by standard input and output, with a session of the broker in a directory."""
+    """Serve one peer over standard input and output, with a session of the broker in ``directory``."""
     reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print to standard output
     try:
@@ -107,16 +110,16 @@ def main(directory: str) -> None:
         asked = _hear(reading)
         if asked is None:
             return
-        engine = open_engine(asked.engine)  # not before: it keeps a processor busy, and listens to the network
+        engine = open_engine(asked.engine)  # not before: an engine keeps a processor busy, and listens on the network
         pool, opened = _open(Path(directory), asked, engine)
     except CubrokerError as error:
         _say(writing, messages.refusal(error))
         return
     _say(writing, opened)
     log.debug("%r is read", pool)  # pool and engine are held until the end
-    while reading.read(1 << 10):  # nothing more is said; the end is that of the exporter, or its wish
+    while reading.read(1 << 10):  # no more requests arrive; at the end the exporter has ended, or wants this to end
         pass
-    os._exit(0)  # at once: the interpreter's own end would unmap what a peer may still read
+    os._exit(0)  # the interpreter's own exit would unmap memory that a peer may still read
 
 
 def _hear(stream: BinaryIO) -> Serve | None:
@@ -134,7 +137,7 @@ def _say(stream: BinaryIO, message: Reply) -> None:
 
 
 def _open(directory: Path, asked: Serve, engine: Engine) -> tuple[Pool, ExportedVersion]:
-    """Attach to a version, register its memory, and return the pool and where its memory is."""
+    """Attach to a version and register its memory; return the pool and the places of its memory."""
     broker = Broker(directory)
     info, *_ = broker.describe(asked.name, asked.version)
     device = None if info.sharded or len(info.devices) == 1 else info.devices[0]

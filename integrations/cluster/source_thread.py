@@ -1,7 +1,7 @@
 """The hosts that a fetch reads from, each with its thread, and the draft's memory that they fill.
 
-:class:`Filling` says which piece comes from which source, and whether all came as it was. :class:`SourceReader` is a
-source: its thread speaks with the host and reads its memory, piece by piece.
+:class:`Filling` says which piece is read from which source, and checks the digests of what was read.
+:class:`SourceReader` is a source: its thread exchanges messages with the host and reads its memory, piece by piece.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from cubroker.integrations.cluster.sources import DEPTH, Runs, Striping, Version
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 
 BEAT = 2.0
-"""Seconds between two words to each source: how far this side is."""
+"""Seconds between two reports of this side's progress to each source."""
 
 OPENING = 150.0
 """Seconds that a source has to open a version: it may have to compute the digest of a large one."""
 
 TURN = 8
-"""Messages of a source that are heard before what is under way is looked at again."""
+"""Messages of a source that are received before the reads under way are checked again."""
 
 BURST = 100
 """Messages about its part that a source may send beyond two for each ``NEWS`` seconds: they arrive in bursts."""
 
 PAUSES = (0.0002, 0.002)
-"""Seconds between two looks at reads that are under way: the shortest pause, which doubles up to the longest."""
+"""Seconds between two checks of the reads under way: the shortest pause, which doubles up to the longest."""
 
 
 # -- the memory ----------------------------------------------------------------------------------------
@@ -52,20 +52,20 @@ class Whole(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """It has another one."""
+    """An allocation of a replica has another digest."""
 
     replica: int
     allocation: int
 
 
 class FillingFailed(NamedTuple):
-    """This side cannot go on."""
+    """This side cannot continue."""
 
     error: CubrokerError
 
 
 Filled: TypeAlias = Whole | Wrong | FillingFailed
-"""What happens to memory that is filled."""
+"""Events of the memory that is filled."""
 
 
 class Filling:
@@ -77,15 +77,15 @@ class Filling:
     def __init__(
         self, draft: Draft, opened: ExportedVersion, patience: float, report: Callable[[Filled], object]
     ) -> None:
-        #: Seconds after which a source that brings nothing of what it began is given up.
+        #: Seconds after which a source that delivers none of the pieces it began is given up.
         self.patience = patience
         self._opened = opened
         self._report = report
         self._lock = Lock()
-        #: Notified when a source has ended a piece, or itself.
+        #: Notified when a source has delivered a piece, or has ended.
         self._ended = Condition(self._lock)
         self._over = False
-        #: Of the first device that is read into.
+        #: The context of the first device that is read into.
         self.context = draft.replicas[0].context
         self._host = self.context.host
         self._replicas = {
@@ -135,12 +135,12 @@ class Filling:
         return self._striping.from_parts
 
     def local(self, piece: VersionPiece) -> MemoryRegion:
-        """Return where a piece goes."""
+        """Return the memory that a piece is read into."""
         region = self._views[piece.replica][piece.allocation]
         return MemoryRegion(region.pointer + piece.offset, piece.nbytes, region.device)
 
     def join(self, source: int, have: int | None, place: tuple[int, int]) -> bool:
-        """See :meth:`Striping.join`; returns False, and the source must not read, if it comes too late."""
+        """See :meth:`Striping.join`; returns False after :meth:`end_joining`: then the source must not read."""
         with self._lock:
             if not self._over:
                 self._striping.join(source, time.monotonic(), have, place)
@@ -162,7 +162,7 @@ class Filling:
             return self._striping.begin(source, time.monotonic())
 
     def end(self, source: int, piece: VersionPiece) -> None:
-        """Note that a piece is there."""
+        """Record that a piece is there."""
         with self._lock:
             before = self._striping.nbytes
             whole = self._striping.end(source, piece, time.monotonic())
@@ -199,15 +199,15 @@ class Filling:
             return self._striping.writing
 
     def wait(self, limit: float) -> bool:
-        """Wait up to ``limit`` seconds until no source writes; returns whether that is so."""
+        """Wait up to ``limit`` seconds until no source writes; returns whether none does."""
         with self._ended:
             return self._ended.wait_for(lambda: not self._striping.writing, limit)
 
     def overwritten(self) -> list[Wrong]:
-        """Compare once more, while no source writes, what two sources have brought; returns what is not as it was.
+        """Compare allocations that two sources have written again, while no source writes; returns the wrong ones.
 
-        A piece that one source did not bring in time was read from another one. Its first copy was compared, and the
-        second may have come after that.
+        A piece that one source did not deliver in time was read from another one. The digest of its first copy was
+        compared, and the second copy may have been written after that.
         """
         found = []
         for key in [*self._striping.late]:
@@ -256,7 +256,7 @@ class Filling:
 
 
 class Answered(NamedTuple):
-    """A host says what it has."""
+    """A host has said what it offers."""
 
     source: SourceReader
     offers: Offers
@@ -277,11 +277,11 @@ class Lost(NamedTuple):
 
 
 Reported: TypeAlias = Answered | Ready | Lost
-"""What a source reports."""
+"""Events of a source."""
 
 
 class SourceReader:
-    """A host, and the thread that speaks with it and reads from it. It reports by events."""
+    """A host, and the thread that exchanges messages with it and reads from it. It reports events."""
 
     def __init__(
         self,
@@ -296,12 +296,12 @@ class SourceReader:
         self.opened: ExportedVersion | None = None
         #: The runs that it has, as bits; None: the whole version.
         self.have: int | None = None
-        #: When it had all prepared here to read from there; and whether its engine may write by now.
+        #: When this side was ready to connect to it; and whether its engine may write now.
         self.told = inf
         self.writing = False
         #: Whether its engine is closed, and so writes no more.
         self.closed = False
-        #: Whether a piece has come from it.
+        #: Whether it has delivered a piece.
         self.brought = False
         self._certificates = certificates
         self._own = own
@@ -309,9 +309,9 @@ class SourceReader:
         self._orders: SimpleQueue[Open | Filling | None] = SimpleQueue()
         self._leave = Event()
         self._engine: Engine | None = None
-        #: Answers to :class:`Progress` that have not come.
+        #: Answers to :class:`Progress` that have not arrived.
         self._owed = 0
-        #: How many runs the version has; how many :class:`Available` have come, and since when they may.
+        #: How many runs the version has; how many :class:`Available` have arrived, and since when they may.
         self._runs = 0
         self._heard = 0
         self._began = 0.0
@@ -326,15 +326,15 @@ class SourceReader:
     # -- on the main thread ------------------------------------------------------------------------
 
     def open(self, request: Open) -> None:
-        """Have it open a version: :class:`Ready` comes of that, or :class:`Lost`."""
+        """Have it open a version; it reports :class:`Ready` or :class:`Lost`."""
         self._orders.put(request)
 
     def read(self, filling: Filling) -> None:
-        """Have it bring what is to be filled, until it is told to leave or is :class:`Lost`."""
+        """Have it deliver pieces, until it is told to leave or is :class:`Lost`."""
         self._orders.put(filling)
 
     def leave(self) -> None:
-        """Have it end, without a word."""
+        """Have it end, without an event."""
         self._leave.set()
         self._orders.put(None)
 
@@ -370,7 +370,7 @@ class SourceReader:
                 self._report(Lost(self, error))
 
     def _next(self, connection: PeerConnection) -> Open | Filling | None:
-        """Return the next order; say meanwhile that this side lives, if the source waits for that."""
+        """Return the next order; until then, tell a source that has opened the version that this side is alive."""
         while True:
             try:
                 return self._orders.get(timeout=BEAT)
@@ -379,7 +379,7 @@ class SourceReader:
                     self._tell(connection, 0)
 
     def _tell(self, connection: PeerConnection, nbytes: int) -> None:
-        """Say how far this side is, and wait for the answer."""
+        """Report this side's progress, and wait for the answer."""
         self._say(connection, nbytes)
         deadline = time.monotonic() + CONNECT
         while self._owed:
@@ -390,7 +390,7 @@ class SourceReader:
         self._owed += 1
 
     def _take(self, message: messages.Reply) -> None:
-        """Take what the source says."""
+        """Handle a message of the source."""
         if isinstance(message, Available):
             self._heard += 1
             if self._heard > BURST + 2 * (time.monotonic() - self._began) / NEWS:
@@ -404,9 +404,9 @@ class SourceReader:
         assert self.opened is not None
         assert self._engine is not None
         with filling.context.current():
-            with self._telling(connection):  # both take long: as there is memory, as the system tries to connect
+            with self._telling(connection):  # both can take long: with much memory, and if the peer does not answer
                 self._engine.register(filling.regions)
-                self.told = time.monotonic()  # not before: how long that takes says nothing of the source
+                self.told = time.monotonic()  # not before: how long registering takes does not depend on the source
                 self._engine.connect(self.opened.metadata)
             self.writing = filling.join(self.number, self.have, (self.opened.slot, self.opened.slots))
             if not self.writing:
@@ -421,7 +421,7 @@ class SourceReader:
 
     @contextmanager
     def _telling(self, connection: PeerConnection) -> Iterator[None]:
-        """Say within a ``with`` block now and then that this side lives, also while its thread is busy."""
+        """Report within a ``with`` block that this side is alive, every ``BEAT`` seconds, while its thread is busy."""
         over, errors = Event(), list[CubrokerError]()
 
         def tell() -> None:
@@ -442,10 +442,10 @@ class SourceReader:
             raise error
 
     def _read(self, connection: PeerConnection, engine: Engine, filling: Filling) -> int:
-        """Bring pieces until there is no more to do; return how many bytes.
+        """Read pieces until the source is to leave; return how many bytes.
 
-        Pieces are begun one after the other, a part of a piece's time apart. The engine serves those that are under way
-        by turns: begun together they would end together, and the link would be idle until the next ones begin.
+        Pieces are begun one after the other, a part of a piece's time apart. The engine serves the pieces under way
+        alternately: pieces begun together would end together, and the link would be idle until the next ones begin.
         """
         flying: list[tuple[VersionPiece, Read]] = []
         began = now = time.monotonic()

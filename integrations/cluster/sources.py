@@ -1,21 +1,23 @@
-"""Which host a version is read from, and which piece of it next. Pure: told what happens, and asked what to do.
+"""The choice of the hosts that a version is read from, and of the next piece from each.
+
+Pure: the caller reports what happens, and asks what to do.
 
 *Choice.* A host that fetches asks some of the hosts that it knows, and reads from those that have the version and the
-fewest readers for their limit. A host that has as many readers as it may have is passed over, so copies spread by
-themselves: the first few hosts read from the origin, the next from those, and so on. ``benchmarks/cluster.py``
+fewest readers relative to their limit. A host that has reached its limit is passed over, so copies spread without
+coordination: the first few hosts read from the origin, the next from those, and so on. ``benchmarks/cluster.py``
 simulates that for a thousand hosts with this code.
 
-*Striping.* Pieces of the version go to whichever source has room for another, so each source brings as much as it can.
-A source that is lost gives its pieces back. At the end, when nothing is left to begin, a source that waits reads once
-more what a slower one has not brought: the first copy counts.
+*Striping.* A source that can read another piece is given one, so each source delivers as many as it can. If a source is
+lost, its pieces are given to others. At the end, when no piece is left to begin, an idle source reads a piece again
+that a slower one has not delivered yet: the first copy counts.
 
-*Parts.* A source need not have the whole version: it may be a host that is fetching it, too, and says as it goes on
-which runs of bytes it has. A source is asked first for what no other source has, and of that first for the share that
-this host has among the source's readers; otherwise by chance. So hosts which read from one another come to hold
-different parts, and a host that alone has all sends each byte about once.
+*Parts.* A source need not have the whole version: it may be a host that is fetching it, too, and that reports which
+runs of bytes it has. A source is first asked for pieces that no other source has. Among these, those of this host's
+share of the source's readers come first; the rest is random. So hosts that read from one another hold different parts,
+and a host that alone has the whole version sends each byte about once.
 
-*Trust.* What a source with a part passes on was not compared with any digest. An allocation that comes out wrong is
-brought again by sources that have the whole version alone, and by one of them, so that whose bytes they are is known.
+*Trust.* Bytes from a source with a part have not been compared with a digest. An allocation with a wrong digest is read
+again from a single source that has the whole version, so that the origin of its bytes is known.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from random import Random
 from typing import NamedTuple
 
 WIDTH = 8
-"""Sources that one fetch reads from at once, at most: as many as a host has readers, so that what goes in and what goes
-out of a host are equal."""
+"""The most sources that one fetch reads from at the same time: as many as a host has readers, so that a host receives
+as much as it sends."""
 
 ASKED = 8
-"""Hosts that are asked at once what they have."""
+"""Hosts that are asked at the same time what they offer."""
 
 DEPTH = 3
 """Pieces that are under way from one source: while one ends, the next two keep the link busy."""
@@ -45,10 +47,10 @@ PIECES = 32
 """Pieces of a small version, so that several sources bring it."""
 
 USELESS = 1.0
-"""Seconds after which a source with a part is left for another host, if it has had nothing that is wanted."""
+"""Seconds without any wanted piece after which a source with a part is left for another host."""
 
 HURRY = 2.0
-"""How many times as long a slower source has to need for the rest of a piece, before another one begins it again."""
+"""An idle source reads a piece again if the slower source needs more than this many times as long for it."""
 
 
 class Candidate(NamedTuple):
@@ -61,9 +63,9 @@ class Candidate(NamedTuple):
 
 
 def by_room(candidates: Iterable[Candidate], chance: Random) -> list[Candidate]:
-    """Return the hosts that have room for a reader, those with the most of it first, and equal ones by chance.
+    """Return the hosts that have room for a reader, those with the most room first, equal ones in random order.
 
-    By chance, since many hosts that ask at once would otherwise all go to the same one.
+    Without the random order, many hosts that ask at the same time would all choose the same one.
     """
     roomy = [each for each in candidates if each.readers < each.limit]
     chance.shuffle(roomy)
@@ -80,7 +82,7 @@ class VersionPiece(NamedTuple):
 
 
 def piece_size(total: int) -> int:
-    """Return how large the pieces of a version of so many bytes are."""
+    """Return the size, in bytes, of the pieces of a version of ``total`` bytes."""
     return max(UNIT, min(PIECE, total // PIECES // UNIT * UNIT))
 
 
@@ -89,8 +91,8 @@ def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None)
 
     Args:
         sizes: bytes of each allocation.
-        replicas: those that are read into, each of which has all allocations.
-        limit: a multiple of the bytes that a digest takes at once; None: what :func:`piece_size` says.
+        replicas: the replicas that are read into, each of which has all allocations.
+        limit: a multiple of the bytes that a digest processes at a time; None: the result of :func:`piece_size`.
     """
     limit = limit or piece_size(sum(sizes))
     for allocation, size in enumerate(sizes):
@@ -108,11 +110,11 @@ class Runs:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.total = sum(sizes)
-        #: Bytes of the largest.
+        #: Bytes of the largest run.
         self.piece = piece_size(self.total)
-        #: How many there are.
+        #: The number of runs.
         self.count = 0
-        #: The numbers of those that are smaller, and by how many bytes.
+        #: The numbers of the smaller runs, and by how many bytes they are smaller.
         self._short: list[tuple[int, int]] = []
         for size in sizes:
             self.count += -(-size // self.piece)
@@ -120,7 +122,7 @@ class Runs:
                 self._short.append((self.count - 1, self.piece - size % self.piece))
 
     def nbytes(self, have: bytes) -> int:
-        """Return how many bytes some of them have together, which are given as bits, lowest first."""
+        """Return how many bytes some runs have together, which are given as bits, lowest first."""
         known = self._short if have else []
         short = sum(less for number, less in known if number >> 3 < len(have) and have[number >> 3] >> (number & 7) & 1)
         return int.from_bytes(have, "little").bit_count() * self.piece - short
@@ -130,28 +132,29 @@ class _Source:
     def __init__(self, now: float, share: int) -> None:
         #: Whether it has the whole version, and not a part.
         self.whole = False
-        #: The pieces that it has, as bits, and those that this side shall read from it before others.
+        #: The pieces that it has, as bits, and those that this side reads from it before others.
         self.have = 0
         self.share = share
-        #: Since when it has had nothing that is still to be begun.
+        #: Since when it has had none of the pieces that are still to be begun.
         self.useless: float | None = None
         #: When each piece was begun.
         self.flying: dict[VersionPiece, float] = {}
-        #: Bytes that it brought, the seconds in which it had something to bring, and since when that is so now.
+        #: Bytes that it delivered, the seconds for which it had pieces under way, and since when it has some now.
         self.nbytes = 0
         self.busy = 0.0
         self.since = now
-        #: When it last brought a piece, or began one while it had none.
+        #: When it last delivered a piece, or began one while it had none under way.
         self.stirred = now
 
     def rate(self, now: float) -> float:
-        """Bytes a second while it had something to bring; 0 if it has brought none."""
+        """Return its bytes a second while it had pieces under way; 0 if it has delivered none."""
         return self.nbytes / max(self.busy + (now - self.since if self.flying else 0.0), 1e-6)
 
     def left(self, pieces: Iterable[VersionPiece], now: float) -> Iterator[tuple[VersionPiece, float]]:
-        """Yield for each of the pieces that it is to bring the seconds until then.
+        """Yield each of these pieces, which it delivers in this order, and an estimate of the seconds until then.
 
-        It is taken to go on as it did, or to stay silent for as long as it has been by now, whichever is longer.
+        The estimate assumes that it keeps its rate, or stays silent again for as long as it has been silent now,
+        whichever is longer.
         """
         rate, nbytes = self.rate(now), 0
         for piece in pieces:
@@ -160,12 +163,12 @@ class _Source:
 
 
 class Striping:
-    """The pieces of one version, and the sources that bring them. Times are seconds on any clock that only goes on.
+    """The pieces of one version, and the sources that deliver them. Times are seconds of any monotonic clock.
 
     Args:
         pieces: as :func:`cut` returns them.
         depth: pieces under way from one source.
-        chance: takes pieces by chance, as is good among hosts that read parts from one another; None: in their order.
+        chance: picks pieces at random, for hosts that read parts from one another; None: pieces are taken in order.
     """
 
     def __init__(self, pieces: Iterable[VersionPiece], depth: int = DEPTH, chance: Random | None = None) -> None:
@@ -178,23 +181,23 @@ class Striping:
         self._depth = depth
         self._chance = chance
         self._sources: dict[int, _Source] = {}
-        #: Which source brought each piece that is there; and these pieces as bits.
+        #: Which source delivered each piece that is there; and these pieces as bits.
         self._brought: dict[VersionPiece, int] = {}
         self._there = 0
-        #: Those that only sources with the whole version may bring.
+        #: The pieces, as bits, that only sources with the whole version may deliver.
         self._strict = 0
-        #: Of allocations that are such, their pieces, and the source that brings them, once one has begun.
+        #: For each allocation with such pieces: the pieces, and the one source that delivers them, once it has begun.
         self._wrong: dict[tuple[int, int], int] = {}
         self._sole: dict[tuple[int, int], int] = {}
         self._left: dict[tuple[int, int], int] = {}
         for piece in self._pieces:
             self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
         self.total = sum(piece.nbytes for piece in self._pieces)
-        #: Bytes that are there; and the pieces that came from sources with a part.
+        #: Bytes that are there; and the pieces, as bits, that came from sources with a part.
         self.nbytes = 0
         self._parted = 0
-        #: The sources that have ended a piece which another one brings or has brought, by replica and allocation: what
-        #: they wrote there may be what is there now.
+        #: By replica and allocation: the sources that delivered a piece late, or were lost with it, while another one
+        #: delivers or has delivered it. What they wrote may be what is there now.
         self.late: dict[tuple[int, int], set[int]] = {}
 
     @property
@@ -210,7 +213,7 @@ class Striping:
 
     @property
     def sources(self) -> int:
-        """How many there are."""
+        """The number of sources."""
         return len(self._sources)
 
     @property
@@ -220,7 +223,7 @@ class Striping:
 
     @property
     def have(self) -> int:
-        """The runs of the first replica that are there, and that no source still writes, as :meth:`has` takes them."""
+        """The runs of the first replica that are there and that no source still writes, as in :meth:`has`."""
         runs = len(self._pieces) // max(1, self._replicas)
         writing = 0
         for piece in chain.from_iterable(source.flying for source in self._sources.values()):
@@ -228,21 +231,21 @@ class Striping:
         return self._there & ~writing & (1 << runs) - 1
 
     def join(self, source: int, now: float, have: int | None = None, place: tuple[int, int] = (0, 1)) -> None:
-        """Take a source into account, from now on.
+        """Add a source.
 
         Args:
             source: its number.
             now: the time.
-            have: the runs of bytes that it has, as :meth:`has` takes them; None: the whole version.
-            place: this side's among those that read from the source, from 0 on, and how many places there are. Each
-                place begins with runs of its own, so the readers of a source together read all of it soon.
+            have: the runs of bytes that it has, as in :meth:`has`; None: the whole version.
+            place: this side's slot among the source's readers, from 0 on, and how many slots the source has. Each slot
+                begins with different runs, so the readers of a source together soon have read all of it.
         """
         share = sum(1 << number for number in range(place[0], len(self._pieces), place[1]))
         self._sources[source] = _Source(now, share)
         self.has(source, have)
 
     def has(self, source: int, have: int | None) -> None:
-        """Note which runs of bytes a source has now; None: the whole version.
+        """Record which runs of bytes a source has now; None: the whole version.
 
         Bit 0 is the first run that :func:`cut` makes, for any replica.
         """
@@ -252,22 +255,22 @@ class Striping:
             self._leave_to_others(source)
 
     def _leave_to_others(self, source: int) -> None:
-        """Have another source bring what was wrong, and was this one's to bring again."""
+        """Let another source deliver the wrong allocations that this one was to deliver again."""
         self._sole = {key: sole for key, sole in self._sole.items() if sole != source}
 
     def _spread(self, have: int) -> int:
-        """Return the pieces, of all replicas, that runs of bytes are."""
+        """Return the pieces, of all replicas, that consist of these runs of bytes."""
         runs = len(self._pieces) // max(1, self._replicas)
         have &= (1 << runs) - 1
         return sum(have << replica * runs for replica in range(self._replicas))
 
     def begin(self, source: int, now: float) -> VersionPiece | None:
-        """Return what a source shall bring next, which it has then begun; None: nothing for now."""
+        """Return the next piece for a source, which counts as begun from now on; None: nothing for now."""
         mine = self._sources[source]
         if len(mine.flying) >= self._depth:
             return None
         wanted = self._todo & self._usable(source)
-        for flying in mine.flying:  # one may be to be begun again already
+        for flying in mine.flying:  # a piece under way may already have to be read again
             wanted &= ~(1 << self._numbers[flying])
         piece = self._next(mine, wanted) if wanted else None
         if piece is None and not self._todo:
@@ -285,7 +288,7 @@ class Striping:
         return piece
 
     def _usable(self, source: int) -> int:
-        """Return the pieces that a source has and may bring."""
+        """Return the pieces that a source has and may deliver."""
         mine = self._sources[source]
         if not mine.whole:
             return mine.have & ~self._strict
@@ -295,7 +298,7 @@ class Striping:
         return mine.have & ~others
 
     def _next(self, mine: _Source, wanted: int) -> VersionPiece:
-        """Take one of these pieces: one that no other source has, if there is any, of its share if possible."""
+        """Take one of the wanted pieces: if possible one that no other source has, and of these one of its share."""
         others = 0
         for other in self._sources.values():
             if other is not mine:
@@ -308,7 +311,7 @@ class Striping:
         return self._pieces[number]
 
     def _late(self, source: int, now: float) -> VersionPiece | None:
-        """Return a piece that slower sources have begun, and that one which has nothing to do would bring sooner."""
+        """Return a piece that slower sources have begun and that this source, if it is idle, would deliver sooner."""
         mine = self._sources[source]
         rate = mine.rate(now)
         if mine.flying or not rate:
@@ -323,14 +326,14 @@ class Striping:
         return last if last and left[last] > HURRY * last.nbytes / rate else None
 
     def end(self, source: int, piece: VersionPiece, now: float) -> bool:
-        """Note that a source has brought a piece; returns whether with that all of its allocation is there."""
+        """Record that a source has delivered a piece; returns whether that completes the piece's allocation."""
         mine, bit = self._sources[source], 1 << self._numbers[piece]
         del mine.flying[piece]
         mine.nbytes += piece.nbytes
         mine.stirred = now
         if not mine.flying:
             mine.busy += now - mine.since
-        known = bit & self._strict & ~self._there  # to be wrong, perhaps since it was begun
+        known = bit & self._strict & ~self._there  # known to be wrong, perhaps only since it was begun
         if (known and self._sole.get(piece[:2]) != source) or piece in self._brought:
             self._abandon(source, piece)
             return False
@@ -343,23 +346,23 @@ class Striping:
         return not self._left[piece[:2]]
 
     def lose(self, source: int) -> None:
-        """Take a source out; what it has not brought is to be brought by others."""
+        """Remove a source; other sources deliver the pieces that it has not delivered."""
         mine = self._sources.pop(source)
         self._leave_to_others(source)
         for piece in mine.flying:
             self._abandon(source, piece)
 
     def _abandon(self, source: int, piece: VersionPiece) -> None:
-        """Have a piece begun that a source does not bring, unless it is there or another one brings it."""
+        """Have a piece begun again that a source does not deliver, unless it is there or another source delivers it."""
         if piece in self._brought or any(piece in other.flying for other in self._sources.values()):
             self.late.setdefault(piece[:2], set()).add(source)
         else:
             self._todo |= 1 << self._numbers[piece]
 
     def again(self, replica: int, allocation: int) -> set[int]:
-        """Have an allocation brought once more, by a source with the whole version; returns those that have written it.
+        """Have an allocation read again from a source with the whole version; returns the sources that have written it.
 
-        Some of these may still write it.
+        Some of these sources may still write it.
         """
         key = replica, allocation
         wrong = [piece for piece in self._brought if piece[:2] == key]
@@ -377,14 +380,14 @@ class Striping:
         return wrote
 
     def silent(self, source: int, now: float) -> float:
-        """Return for how many seconds a source that has begun pieces has brought none."""
+        """Return for how many seconds a source that has begun pieces has delivered none."""
         mine = self._sources[source]
         return now - mine.stirred if mine.flying else 0.0
 
     def useless(self, source: int, now: float) -> float:
-        """Return for how many seconds a source has had nothing that is still to be begun, while there is something.
+        """Return for how many seconds a source has had none of the pieces that are still to be begun.
 
-        Of one that has not joined, or has gone, 0.
+        0 if there is no such piece, or if the source has not joined, or has gone.
         """
         mine = self._sources.get(source)
         return 0.0 if mine is None or mine.useless is None else now - mine.useless
