@@ -1,7 +1,7 @@
-"""Where the command ``cubroker`` begins: signals are decided about before anything else is imported.
+"""The entry point of the command ``cubroker``: sets up signals before anything else is imported.
 
-This module imports nothing but :mod:`cubroker.cli.signals`, which imports nothing but ``signal``. What the command line
-itself needs beyond a worker, the extra ``cli``, may be missing: then a line says so.
+This module imports nothing except :mod:`cubroker.cli.signals`, which imports nothing except ``signal``. If a package of
+the extra ``cli`` is missing, which the command line needs and a worker does not, one line says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _missing(package: str, arguments: list[str]) -> str:
-    """Return what to install for a command line that a package is missing for."""
+    """Return the error of a command line that needs a missing package: it says what to install."""
     command = _command(arguments)
     extras = "server,cli" if command in BROKERS else "cli"
     asked = f"cubroker {command}".strip()

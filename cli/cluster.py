@@ -1,6 +1,6 @@
 """``cubroker export``, ``fetch``, ``peers`` and ``certificates``: pools from host to host.
 
-What moves the bytes, and what makes certificates, are of the extra ``nixl``; these commands say so where it is missing.
+The packages that move bytes and make certificates are in the extra ``nixl``; if one is missing, the commands say so.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def fetch_pool(
 
 
 def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:
-    """Return the broker's devices of these names: its own indexes, and not those that this process counts."""
+    """Return the UUIDs of the broker's devices of these names; indexes are the broker's, not this process's."""
     with options.connect(directory) as broker:
         return options.find_devices(chosen, broker.devices())
 
@@ -270,7 +270,7 @@ def _follow(
         if meter:
             meter.failed(error)
 
-    if os.getpid() == 1:  # of a container, where the signal does nothing of itself
+    if os.getpid() == 1:  # the first process of a container, for which the signal has no default action
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     manager = sd_notify.Manager.from_environment(os.environ)
     if manager:
@@ -389,7 +389,7 @@ _days = click.IntRange(min=1, max=36500)
 
 @contextmanager
 def _owned_files() -> Iterator[None]:
-    """Say which file this user may not use."""
+    """Raise an error that names the file if this user may not use it."""
     try:
         yield
     except PermissionError as error:
@@ -487,7 +487,7 @@ def _serve_metrics(address: PeerAddress) -> None:
 
 
 class _ExportMetrics(exporter.Meter):
-    """What an exporter does."""
+    """The metrics of an exporter."""
 
     def __init__(self, address: PeerAddress) -> None:
         _serve_metrics(address)
@@ -520,7 +520,7 @@ class _ExportMetrics(exporter.Meter):
 
 
 class _FetchMetrics:
-    """What a command that follows a pool has fetched."""
+    """The metrics of a command that follows a pool."""
 
     def __init__(self, address: PeerAddress) -> None:
         _serve_metrics(address)
@@ -537,12 +537,12 @@ class _FetchMetrics:
         self._failures = Counter("cubroker_fetch_failures", "Attempts that failed, and were made again.", ["code"])
 
     def fetched(self, result: Fetched) -> None:
-        """A version is there."""
+        """Count a version that was fetched."""
         self._bytes.labels(result.name).inc(result.nbytes)
         self._parts.labels(result.name).inc(result.from_parts)
         self._seconds.labels(result.name).observe(result.seconds)
         self._version.labels(result.name).set(result.version)
 
     def failed(self, error: CubrokerError) -> None:
-        """An attempt failed."""
+        """Count an attempt that failed."""
         self._failures.labels(error.code).inc()

@@ -1,7 +1,7 @@
-"""What shells complete besides options: names of pools and versions, devices, settings; and how bash asks for it.
+"""Shell completion of the names of pools and versions, devices and settings, with the functions for bash and zsh.
 
-A completion that fails completes nothing: no broker, a directory of another user, or one that does not answer at once
-is no reason for lines on a terminal in the middle of a command.
+A completion that fails completes nothing. If there is no broker, if the directory is another user's, or if the broker
+does not answer in time, no lines appear on a terminal in the middle of a command.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def versions(context: click.Context, _: click.Parameter | None, incomplete: str)
 
 
 def devices(context: click.Context, _: click.Parameter | None, incomplete: str) -> list[CompletionItem]:
-    """Return the indexes of the broker's devices, and what was begun in another way as UUIDs."""
+    """Return the indexes of the broker's devices, and their UUIDs if something has been typed already."""
     return [
         CompletionItem(name, help=f"{device.name}, {device.uuid}")
         for device in _ask(context, lambda broker: broker.devices())
@@ -56,7 +56,7 @@ def devices(context: click.Context, _: click.Parameter | None, incomplete: str) 
 
 
 def device_list(context: click.Context, parameter: click.Parameter | None, incomplete: str) -> list[CompletionItem]:
-    """Return lists of devices that begin with those before the last comma, and have one more."""
+    """Return lists of devices: those before the last comma, and one more."""
     before, comma, last = incomplete.rpartition(",")
     found = devices(context, parameter, last)
     return [
@@ -88,7 +88,7 @@ def _pools(context: click.Context) -> Sequence[PoolInfo]:
 
 
 def _ask(context: click.Context, question: Callable[[Broker], Sequence[T]]) -> Sequence[T]:
-    """Return what the broker answers that the command would ask; nothing if it does not."""
+    """Return the answer of the broker that the command would use; nothing if it does not answer."""
     from cubroker.client.broker import Broker
 
     given = [each.params["directory"] for each in (context, context.find_root()) if _is_given(each)]
@@ -111,9 +111,9 @@ def _items(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
 
 # -- bash ----------------------------------------------------------------------------------------------
 
-# Readline breaks words at @, = and : too. The whole word is completed, and readline gets that part of each completion
-# which takes the place of its own word. That is $2, unless it is a lone = or :, behind which the completion belongs; a
-# lone @ is replaced. Of --OPTION=VALUE cubroker returns the value.
+# Readline breaks words at @, = and : too. cubroker completes the whole word, and readline gets the part of each
+# completion that replaces readline's own word, $2. If $2 is a lone = or :, the completion follows it instead; a lone @
+# is replaced. For --OPTION=VALUE cubroker returns the value.
 _BASH = """\
 %(complete_func)s() {
     local line=${COMP_LINE:0:COMP_POINT}
@@ -148,7 +148,7 @@ _BASH = """\
 
 @add_completion_class
 class Zsh(ZshComplete):
-    """Completion for zsh: from a file on ``$fpath``, which zsh runs each time; click's answers the first time alone."""
+    """Completion for zsh, from a file on ``$fpath``, which zsh runs each time; click's works only the first time."""
 
     source_template = ZshComplete.source_template.replace(
         "$zsh_eval_context[-1] == loadautofunc", '"$funcstack[1]" == _%(prog_name)s'
@@ -157,13 +157,13 @@ class Zsh(ZshComplete):
 
 @add_completion_class
 class Bash(BashComplete):
-    """Completion for bash: of a line whose words the shell does not break, as ``NAME@VERSION`` and ``KEY=VALUE``."""
+    """Completion for bash, of a line whose words the shell does not break at ``@`` and ``=``."""
 
     source_template = _BASH
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words between the command's name and the one at the cursor, and that one, which may be empty."""
-        if (line := os.environ.get("COMP_LINE")) is None:  # by the function of an earlier release, which breaks words
+        """Return the words between the command's name and the word at the cursor, and that word, which may be empty."""
+        if (line := os.environ.get("COMP_LINE")) is None:  # an earlier release's function called, which breaks words
             return super().get_completion_args()
         words = split_arg_string(f"{line}.")  # so that there is a word after a blank
         return words[1:-1], words[-1][:-1]

@@ -26,7 +26,7 @@ PING_SECONDS = 5.0
 """Seconds that ``drain`` gives a broker to answer whether it lends."""
 
 LOOK = 0.5
-"""Seconds between two looks of ``drain`` at the leases."""
+"""Seconds between two checks of the leases by ``drain``."""
 
 
 @click.command("retire")
@@ -71,14 +71,14 @@ def drain(directory: Path, wait: float | None, off: bool) -> None:
         if off:
             format.say(f"The broker{options.where()} lends again.")
             return
-        if where := options.where():  # said at once, since the waiting may take long
+        if where := options.where():  # before the wait, which may be long
             format.note(f"the broker{where} lends nothing new")
         _wait_until_free(broker, inf if wait is None else wait)
     format.say("Nothing is held any more. The broker lends nothing until: cubroker drain --off")
 
 
 def _wait_until_free(broker: Broker, seconds: float) -> None:
-    """Return when no other client has a lease, and print the holders meanwhile."""
+    """Return when no other client has a lease, and print until then who holds what."""
     deadline = time.monotonic() + seconds
     told: dict[str, str] = {}
     while True:
@@ -97,13 +97,13 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
             reason = f"{who} still held something after {seconds:g} s; the broker lends nothing all the same, until:"
             raise TimedOut(f"{reason} cubroker drain --off")
         broker.wait_draining(min(LOOK, left), over=bool(broker.draining))
-        # Without a notice it may be on its way, or what it said was taken back before this process read it.
+        # The notice of draining may still be on its way, or draining ended before this process read it: ask.
         if not broker.draining and _lends(broker.directory):
             raise CubrokerError("another process has had the broker lend again, so there is nothing to wait for")
 
 
 def _lends(directory: Path) -> bool:
-    """Whether a broker answers that it lends; there may be none for a moment, between two."""
+    """Whether a broker answers that it lends; during a restart there is none for a moment."""
     try:
         return not handshake.ping(directory, PING_SECONDS)
     except Unavailable:
@@ -152,7 +152,7 @@ def ping(directory: Path, live: bool, timeout: float, as_json: bool) -> int:
 
 
 def _subject(value: str) -> str | int:
-    """Return the number of a session, or the name of a pool, of whichever version, or fail as wrong usage."""
+    """Return the number of a session, or the name of a pool without its version, or fail as wrong usage."""
     return int(value) if re.fullmatch(r"[0-9]{1,15}", value, re.ASCII) else options.reference(value).name
 
 

@@ -1,8 +1,8 @@
 """``cubroker demo``: six acts, played by a broker and workers of its own, and the table at the end.
 
 ``python -m cubroker.cli.demo DIRECTORY NAME DEVICE PATH...`` is one of the workers: it attaches, compares what it got
-with the files, and lets go. It is asked by lines on standard input, each the name of a question, and answers each with
-one line of JSON on standard output. It ends when its input does.
+with the files, and lets go. It reads questions from standard input, each a name on a line, and answers each with one
+line of JSON on standard output. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FALLING = 60.0
 """Seconds within which a lease of a dead process ends, and memory without a lease is free."""
 
 PATIENCE = 60.0
-"""Seconds that a child may take for an answer, if nothing else is said."""
+"""Seconds that a child may take for an answer by default."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -112,7 +112,7 @@ def _weights(directory: Path) -> Path:
 
 
 def _more(serve: str) -> None:
-    """Say what else there is to see, by commands as this one was called; ``serve`` is how a broker starts here."""
+    """Print further commands, in the form in which this one was called; ``serve`` is the one that starts a broker."""
     rows = [
         ("demo PATH", "the same with a checkpoint of yours (safetensors)"),
         ("doctor", "which ways of sharing memory this machine has"),
@@ -125,7 +125,7 @@ def _more(serve: str) -> None:
 
 
 def _called() -> str:
-    """Return how the user gets at the command line: by its name, if the shell finds this one by it, or by its path."""
+    """Return how the user can call this command line: by its name if the shell finds it so, else by its path."""
     path = Path(sys.argv[0])
     if path.name == "__main__.py":
         return "python -m cubroker"
@@ -147,7 +147,7 @@ def _devices() -> tuple[str, str]:
 
 @dataclass
 class Demo:
-    """What happened so far: the workers that live, and the figures for the end."""
+    """The state of the demo: the workers that live, and the figures for the end."""
 
     stage: DemoStage
     broker: Broker
@@ -285,7 +285,7 @@ class Child:
         """Send a question and return the answer.
 
         Raises:
-            CubrokerError: the child could not do it, in its own words.
+            CubrokerError: the child failed; the text is the child's.
             TimedOut: no answer within ``within`` seconds.
             Unavailable: the child has ended.
         """
@@ -331,7 +331,7 @@ class Child:
         self._process.wait(PATIENCE)
 
     def leave(self) -> None:
-        """Close the child's input and give it 10 s to end of itself."""
+        """Close the child's input and give it 10 s to end on its own."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._wait(10)
@@ -342,7 +342,7 @@ class Child:
         self._wait(10)
 
     def close(self) -> None:
-        """Kill the child and its own children, if it has not ended, and let go of its pipes."""
+        """Kill the child and its own children, if it has not ended, and close its pipes."""
         if self._process.poll() is None:
             # It was not waited for, so the group is still its own.
             os.killpg(self.pid, signal.SIGKILL)
@@ -371,14 +371,14 @@ def _environment() -> dict[str, str]:
 class DemoStage:
     """A temporary directory and child processes, all of them gone when the stage closes.
 
-    Signals become ``SystemExit``, but are held back where one would lose track of a child or of the directory: until
-    the first child has started, at the start of each, and in the end.
+    Signals become ``SystemExit``. They are held back while one could leave a child or the directory behind: until the
+    first child has started, during the start of each child, and during the close.
     """
 
     def __init__(self) -> None:
         self._holding = True
         self._pending: int | None = None
-        # What was ignored, as nohup and shells in the background have it, stays ignored.
+        # Signals that are ignored, as under nohup or in a shell's background, stay ignored.
         chosen = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in chosen}
         self._broker: Child | None = None
@@ -402,7 +402,7 @@ class DemoStage:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep signals until the block is done."""
+        """Hold signals back until the block ends."""
         self._holding = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Weights for the demo where no model is at hand: the tensors of all-MiniLM-L6-v2, with random values.
+"""Weights for the demo if no model is installed: the tensors of all-MiniLM-L6-v2, with random values.
 
 That model is an encoder of six layers: 104 tensors, 86.6 MiB. The names, types and shapes are those of its checkpoint
 (sentence-transformers/all-MiniLM-L6-v2 on Hugging Face). The values are random and small, so sharing them costs what
@@ -26,12 +26,12 @@ FILE = "model.safetensors"
 """The name of the file that is written."""
 
 UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP})
-"""What link(2) fails with on a file system that has no hard links."""
+"""Errors of link(2) on a file system that has no hard links."""
 
 LAYERS, HIDDEN, INNER, WORDS, POSITIONS = 6, 384, 1536, 30522, 512
 
 HIGH_BYTES = bytes.fromhex("3c3dbcbd") * 64
-"""For each byte the high byte of a float32 in its place: magnitudes from 1/128 to 1/8, of both signs."""
+"""For each value of a byte the high byte of a float32 that replaces it: magnitudes from 1/128 to 1/8, of both signs."""
 
 Entry = tuple[str, str, tuple[int, ...]]
 """A tensor's name, its dtype and its shape."""
@@ -60,7 +60,7 @@ def _pair(module: str, shape: tuple[int, ...]) -> Iterator[Entry]:
 
 
 def write(folder: Path, seed: int = 0) -> Path:
-    """Write the weights as ``model.safetensors`` into a folder, which is made, and return the file's path.
+    """Write the weights as ``model.safetensors`` into a folder, which is made if needed, and return the file's path.
 
     Every call with the same ``seed`` writes the same bytes. The file has its name once it is whole; a write that fails
     leaves no file.
@@ -92,7 +92,7 @@ def _fill(file: BinaryIO, random: Random) -> None:
 
 
 def _name(unfinished: Path, path: Path) -> None:
-    """Give a file its name; raises ``Exists`` if something has that name. Renaming would replace what has it."""
+    """Give a file its name; raises ``Exists`` if the name is taken. A rename alone would replace an existing file."""
     try:
         os.link(unfinished, path)
     except FileExistsError:
@@ -110,7 +110,7 @@ def _exists(path: Path) -> Exists:
 
 
 def _header() -> bytes:
-    """Return the beginning of a safetensors file: the length of a JSON object, and that, padded to 8 bytes."""
+    """Return the beginning of a safetensors file: the length of a JSON object, and the object, padded to 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors():

@@ -67,7 +67,7 @@ def count(number: int, noun: str) -> str:
 
 @cache
 def user(uid: int) -> str:
-    """Return the name of a user, or the number where there is none."""
+    """Return the name of a user, or the number if there is no name."""
     import pwd
 
     try:
@@ -78,7 +78,7 @@ def user(uid: int) -> str:
 
 @cache
 def group(gid: int) -> str:
-    """Return the name of a group, or the number where there is none."""
+    """Return the name of a group, or the number if there is no name."""
     import grp
 
     try:
@@ -120,12 +120,12 @@ def part(some: int, whole: int) -> str:
 
 
 def shorten(value: str, width: int) -> str:
-    """Return a text that fits, its end replaced if it has to be."""
+    """Return a text that fits in ``width``, its end replaced if necessary."""
     return value if len(value) <= width else value[: max(0, width - 1)] + "…"
 
 
 def squeeze(value: str, width: int) -> str:
-    """Return a text that fits, its middle replaced if it has to be: the end of a name tells its version."""
+    """Return a text that fits in ``width``, its middle replaced if necessary: the end of a name has its version."""
     if len(value) <= width:
         return value
     end = max(0, width - 1) // 2
@@ -133,7 +133,7 @@ def squeeze(value: str, width: int) -> str:
 
 
 def some_of(words: Sequence[str], width: int) -> str:
-    """Return as many words as fit, and how many there are besides: ``40000, 40013 +4``."""
+    """Return as many words as fit, and how many more there are: ``40000, 40013 +4``."""
     for number in range(len(words), 0, -1):
         rest = f" +{len(words) - number}" if number < len(words) else ""
         line = ", ".join(words[:number]) + rest
@@ -143,7 +143,7 @@ def some_of(words: Sequence[str], width: int) -> str:
 
 
 def fitting(parts: Sequence[str], width: int, spare: Sequence[int], gap: str = ", ") -> str:
-    """Return parts in a line; where they do not fit, those with the indexes ``spare`` go whole, the first one first."""
+    """Return parts in a line; while they do not fit, drop the parts with the indexes ``spare``, in that order."""
     kept = dict(enumerate(parts))
     for index in spare:
         if len(gap.join(kept.values())) <= width:
@@ -172,12 +172,12 @@ def say(line: str) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output is; None: it is none."""
+    """Return the columns of the terminal that is standard output; None if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def say_sentence(line: str) -> None:
-    """Write a line to standard output, on a terminal in as many as it takes, broken between words."""
+    """Write a line to standard output; on a terminal, break it between words if it is too long."""
     limit = terminal_width()
     for piece in (
         [line] if limit is None else textwrap.wrap(line, limit, break_on_hyphens=False, break_long_words=False) or [""]
@@ -203,13 +203,13 @@ def complain(message: str) -> None:
 
 
 SCHEMA = 1
-"""The version of the JSON documents: another one when a key goes or changes its meaning, not when one is added."""
+"""The version of the JSON documents: it changes if a key is removed or changes its meaning, not if one is added."""
 
 
 def document(value: object) -> None:
     """Print one JSON document, in ASCII: the same on every terminal.
 
-    Objects carry :data:`SCHEMA`, and so does each element of a list: lists were there before versions were.
+    An object has :data:`SCHEMA`. In a list each element has it, because lists are older than the version.
     """
     if isinstance(value, list | tuple):
         told: object = [_versioned(each) for each in value]
@@ -219,7 +219,7 @@ def document(value: object) -> None:
 
 
 def plain(value: object) -> Any:
-    """Return structs as dicts, in which what is not there is None and never an empty text."""
+    """Return structs as dicts, in which a missing value is None and never an empty text."""
     if isinstance(value, msgspec.Struct):
         return {key: plain(getattr(value, key)) for key in value.__struct_fields__}
     if isinstance(value, list | tuple):
@@ -240,7 +240,7 @@ _PART = re.compile(r"[-_./:]|(?=@)")
 R = TypeVar("R")
 Columns: TypeAlias = Mapping[str, Callable[[R], str]]
 """The cell of a row under each title. ``>`` before a title aligns its cells to the right, as figures are; ``~`` folds
-them into several lines where the terminal is too narrow."""
+them into several lines if the terminal is too narrow."""
 
 
 def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = ()) -> None:
@@ -249,7 +249,7 @@ def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = (
     Args:
         rows: what the lines are about.
         columns: the cells of a row.
-        spare: titles of the columns that go, the first one first, where the terminal is too narrow for all.
+        spare: titles of the columns that are left out, in this order, while the terminal is too narrow.
     """
     limit = terminal_width()
     header, *lines = render_table([*columns], _cells(rows, columns), limit, spare)
@@ -259,7 +259,7 @@ def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = (
 
 
 def fits(rows: Sequence[R], columns: Columns[R]) -> bool:
-    """Whether a table is no wider than the terminal, as it is without one."""
+    """Whether a table is no wider than the terminal; True if there is no terminal."""
     limit = terminal_width()
     return limit is None or max(map(len, render_table([*columns], _cells(rows, columns)))) <= limit
 
@@ -273,8 +273,8 @@ def render_table(
 ) -> Iterator[str]:
     """Yield the header and the lines of a table; ``limit`` is the width of the terminal.
 
-    Columns go whole, those of ``spare`` in that order, before one is folded to less than half of the terminal, or than
-    the longest element of its lists.
+    Columns of ``spare`` are left out, in that order, before any column is folded to less than the longest element of
+    its lists, or than half of the terminal if that is less.
     """
     cells = [[title.lstrip(">~") for title in titles], *([printable(cell) for cell in row] for row in rows)]
     widths = {title: max(map(len, column)) for title, column in zip(titles, zip(*cells, strict=True), strict=True)}
@@ -309,7 +309,7 @@ def render_table(
 
 
 def _fold(cell: str, width: int) -> Iterator[str]:
-    """Yield the lines of a cell, which end after a comma where there is one, else where a part of a name ends."""
+    """Yield the lines of a cell, each of which ends after a comma if it has one, else where a part of a name ends."""
     while len(cell) > width:
         comma = cell.rfind(", ", 0, width + 1)
         ends = [match.end() for match in _PART.finditer(cell, 0, width + 1) if width // 2 < match.end() <= width]

@@ -27,19 +27,19 @@ LEAST_BY = 16
 """Columns that the names of holders have at least, or a third of the terminal if that is less."""
 
 _WIDTHS = {"STATE": 10, ">SIZE": 9, "ON": 3, ">LEASES": 6, ">HELD": 6}
-"""Columns of the parts of a row, at least: what changes from look to look should not move the rest."""
+"""The least widths of the parts of a row, so that values that change do not move the rest."""
 
 SPARE = (">LEASES", "ON", "STATE", ">HELD")
-"""The columns that a narrow terminal does without, the first one first: how many hold a pool is told with them, too."""
+"""The columns that a narrow terminal leaves out, in this order; the holders of a pool show how many they are, too."""
 
 LEAST_BAR, LEAST_FIGURED, LEAST_NAMED = 5, 10, 20
-"""Columns that a bar has at least: at all, beside bytes in place of a percentage, and beside the name of a device."""
+"""The least width of a bar: at all, next to bytes instead of a percentage, and next to the name of a device."""
 
 PAIRED = 60
-"""Columns from which on many devices are in twos, although the terminal is high enough for a line each."""
+"""The width from which on many devices share lines in pairs, even if the terminal is high enough for a line each."""
 
 ROOMY, LOW = 120, 12
-"""Columns from which on the keys have no line of their own, and lines below which they are not told."""
+"""The width from which on the keys share a line with the status; a narrower terminal shows them from this height on."""
 
 BAR = {
     "current": ("bright_blue", "█", "#"),
@@ -55,10 +55,10 @@ BEYOND = ("dim", "·", ".")
 """The part of a bar outside the budget."""
 
 FEW = 8
-"""Devices that have a line each; more share one by two, where the terminal is wide enough."""
+"""As many devices have a line each; more share lines in pairs, if the terminal is wide enough."""
 
 WAITERS = 5
-"""Waiting requests that are shown; the first of them are of most use."""
+"""Waiting requests that are shown: those that have waited longest."""
 
 POOLS, CLIENTS = "pools", "clients"
 
@@ -68,14 +68,14 @@ POOL_ORDERS: Mapping[str, Callable[[PoolInfo], Any]] = {
     "leases": lambda pool: -pool.leases,
     "state": lambda pool: [*BAR].index(pool.state) if pool.state in BAR else len(BAR),
 }
-"""By what pools are sorted; what is equal stays in the order of names."""
+"""The keys that pools are sorted by; equal ones stay in the order of names."""
 
 ORDERS: Mapping[str, Sequence[str]] = {POOLS: [*POOL_ORDERS], CLIENTS: ["held", "age", "leases", "process", "pid"]}
 """The orders of each list, of which the first one is the default."""
 
 HELP = ("q quit", "arrows, PgUp, PgDn", "s sort", "r reverse", "/ filter", "d device")
 SPARE_HELP = (1, 3, 6)
-"""Those of the keys that a narrow terminal does not tell, the first one first; the last one is for the other list."""
+"""The indexes of the keys that a narrow terminal leaves out, in this order; the last is the key of the other list."""
 
 
 @dataclass(slots=True)
@@ -100,11 +100,11 @@ class Choice:
     page: int = 1
 
     def press(self, key: str, devices: Sequence[int]) -> bool:
-        """Change what is shown by a key; return whether to go on.
+        """Handle a key, which may change what is shown; return whether to continue.
 
         Args:
             key: a character, or one of the names above.
-            devices: the indexes that there are.
+            devices: the indexes of all devices.
         """
         if self.typing:
             self._type(key)
@@ -139,7 +139,7 @@ class Choice:
         self.offset = 0
 
     def window(self, rows: int, page: int) -> slice:
-        """Return which of so many rows are shown on a page of so many."""
+        """Return which of ``rows`` rows are shown on a page of ``page`` rows."""
         self.rows, self.page = rows, max(1, page)
         self.offset = max(0, min(self.offset, rows - self.page))
         return slice(self.offset, self.offset + self.page)
@@ -168,10 +168,10 @@ class Frame:
 
     Args:
         width: columns, at least :data:`NARROWEST`.
-        height: lines, or None for as many as it takes.
+        height: lines, or None for as many as are needed.
         plain: whether bars are made of ASCII.
         own: the session that looks, which is left out.
-        choice: what is shown; drawing notes there how much of it there was.
+        choice: what is shown; drawing stores in it how many rows there were.
     """
 
     width: int
@@ -181,7 +181,7 @@ class Frame:
     choice: Choice = field(default_factory=Choice)
 
     def lines(self, view: View, now: float) -> list[Text]:
-        """Return the lines of a view, at a time in seconds since 1970; with a height, as many as that."""
+        """Return the lines of a view at ``now``, in seconds since 1970; with a height, exactly as many lines."""
         top, below = self._top(view, now), self._below
         room = None if self.height is None else max(1, self.height - len(top) - 1 - below)
         rows = [*(self._pools(view, room, now) if self.choice.listed == POOLS else self._clients(view, room, now))]
@@ -192,7 +192,7 @@ class Frame:
 
     @property
     def _below(self) -> int:
-        """The lines under the list: what is shown, and the keys if they have one of their own."""
+        """How many lines are under the list: the status, and the keys if they have a line of their own."""
         return 0 if self.height is None else 2 if self.width < ROOMY and self.height >= LOW else 1
 
     def _top(self, view: View, now: float) -> list[Text]:
@@ -207,7 +207,7 @@ class Frame:
         return [*found[: limit - 1], Text("… the terminal is too low for the rest", "dim")][:limit]
 
     def _arrangements(self, view: View, now: float) -> Iterator[list[Text]]:
-        """Yield it with ever fewer lines: gaps go, then the legend, and more devices share a line."""
+        """Yield the part above the list with ever fewer lines: without gaps, without legend, more devices in a line."""
         head, legend, waiting = self._headline(view), self._legend(view), [*self._waiting(view, now)]
         first = 1 if len(view.devices) <= FEW or self.width < PAIRED else 2
         for columns in range(first, max(first, (self.width + 2) // 9) + 1):
@@ -230,7 +230,7 @@ class Frame:
         return found[::-1] if self.choice.reverse else found
 
     def clients(self, view: View) -> list[ClientInfo]:
-        """Return the processes that are chosen, in their order; of a device, those that hold a pool there."""
+        """Return the processes that are chosen, in their order; if a device is, those that hold a pool there."""
         uuids = {device.uuid for device in view.devices if device.index == self.choice.device}
         there = {(pool.name, pool.version) for pool in view.pools if not uuids.isdisjoint(pool.devices)}
         found = [
@@ -259,7 +259,7 @@ class Frame:
         return Text(format.fitting(parts, self.width, (3, 2, 0)), "bold")
 
     def _devices(self, view: View, columns: int) -> Iterator[Text]:
-        """Yield the devices in so many columns, by index downwards."""
+        """Yield the devices in ``columns`` columns, in each of which the indexes rise downwards."""
         width = (self.width - 2 * (columns - 1)) // columns
         used = [(device.allocated + device.promised, device.budget) for device in view.devices]
         figures = [format.part(*each) for each in used]
@@ -360,7 +360,7 @@ class Frame:
     def _cells(
         self, view: View, pools: Sequence[PoolInfo], held: Mapping[tuple[str, int], list[ClientInfo]], now: float
     ) -> Mapping[str, list[str]]:
-        """Return the columns between names and holders, of all rows: what is scrolled past changes no width."""
+        """Return the columns between names and holders, of all rows, so that scrolling changes no width."""
         indexes = {device.uuid: device.index for device in view.devices}
         return {
             "STATE": [pool.state for pool in pools],
@@ -371,7 +371,7 @@ class Frame:
         }
 
     def _widths(self, names: Sequence[str], cells: Mapping[str, list[str]]) -> Mapping[str, int]:
-        """Return the columns for which there is room, and their widths; that which is sorted by goes last."""
+        """Return the columns for which there is room, and their widths; the sort column is left out last."""
         least = min(max(map(len, names)), max(18, self.width // 2))
         widths = {title: max(_WIDTHS[title], *map(len, column)) for title, column in cells.items()}
         for title in sorted(SPARE, key=lambda title: title.lstrip(">").lower() == self.choice.order[POOLS]):
@@ -395,13 +395,13 @@ class Frame:
             for words in _WORDS
         ]
         whole = next((", ".join(each) for each in said if len(", ".join(each)) <= room), None)
-        # The first one with its user says more than a few without.
+        # One process with its user says more than a few processes without.
         some = (format.some_of(each, room) for each in said[1:] if len(each[0]) + len(f" +{len(holders) - 1}") <= room)
         return whole or next(some, format.some_of(said[-1], room))
 
     @property
     def _escape(self) -> str:
-        """What shows all, where there are keys."""
+        """The hint how to show all, if there are keys."""
         return "" if self.height is None else "; Escape shows all"
 
     def _clients(self, view: View, room: int | None, now: float) -> Iterator[Text]:

@@ -23,7 +23,7 @@ from cubroker.protocol.messages import VMM, Describe, Description, DigestList
 from cubroker.protocol.status import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 
 SHORT = len("GPU-01234567")
-"""Characters that a UUID is shown with at least."""
+"""The fewest characters of a UUID that are shown."""
 
 ANSWER = 30.0
 """Seconds that a broker has to describe a version."""
@@ -38,7 +38,7 @@ LEGEND = (
 
 
 LS_SPARE = ("MODE", "TENSORS", "SHARED", "OWNER", "DEVICES", "LEASES", "STATE")
-"""The columns of ``ls`` that a narrow terminal does without, the first one first."""
+"""The columns of ``ls`` that a narrow terminal leaves out, in this order."""
 
 POOL_ORDERS: dict[str, Callable[[PoolInfo], Any]] = {
     "name": lambda pool: 0,
@@ -49,7 +49,7 @@ POOL_ORDERS: dict[str, Callable[[PoolInfo], Any]] = {
     "state": lambda pool: pool.state,
     "owner": lambda pool: format.user(pool.owner),
 }
-"""By what ``ls`` sorts; of figures the largest comes first. What is equal stays in the order of names."""
+"""The keys that ``ls`` sorts by; of figures the largest comes first. Equal versions stay in the order of names."""
 
 
 @click.command("ls")
@@ -94,7 +94,7 @@ def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_
 
 
 def matches(pool: PoolInfo, patterns: Sequence[str]) -> bool:
-    """Whether a version is one of those that patterns, as shells have them for files, name; without one each is."""
+    """Whether a version matches one of the patterns, which are like a shell's for files; without any it does."""
     names = pool.name, f"{pool.name}@{pool.version}"
     return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
@@ -337,7 +337,7 @@ def _describe_link(driver: Driver, uuids: Mapping[int, str], link: Link) -> dict
 
 
 def _print_links(devices: Sequence[Device], links: Sequence[Link]) -> None:
-    """Print a row and a column for each device; without their names where the terminal is too narrow for them."""
+    """Print a row and a column for each device; without names if the terminal is too narrow for them."""
     cells = {(link.device, link.peer): _cell(link) for link in links}
     few = len(devices) <= FEW
     title = "FROM" if few else "FROM, TO"

@@ -1,4 +1,4 @@
-"""``cubroker load``, ``vllm preload`` and ``verify``, and their progress: a bar on a terminal, else a line at times."""
+"""``cubroker load``, ``vllm preload`` and ``verify``, and their progress: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def verify_pool(
 
 @dataclass(frozen=True)
 class _Checked:
-    """What came of one device's check, as in JSON; ``why`` says how it differs from what was sealed, if it does."""
+    """The result of one device's check, as in JSON; ``why`` says how it differs from what was sealed, if it does."""
 
     index: int | None
     uuid: str
@@ -240,7 +240,7 @@ def _whose(indexes: Mapping[str, int], uuid: str | None, title: str) -> str:
 
 
 def _compared(info: PoolInfo, indexes: Mapping[str, int], found: Mapping[str | None, Verified]) -> dict[str, object]:
-    """Return what came of a comparison with files, for JSON; a sharded version has one element, without a device."""
+    """Return the result of a comparison with files, for JSON; a sharded version has one element, without a device."""
     devices = [
         {
             "index": None if uuid is None else indexes.get(uuid),
@@ -296,7 +296,7 @@ class ProgressLines:
 
 
 def eta(seconds: float) -> str:
-    """Return how long something will take yet: ``12 s left``."""
+    """Return how long something will still take: ``12 s left``."""
     return f"{format.since(seconds)} left"
 
 
@@ -313,7 +313,7 @@ def _bar(title: str) -> Iterator[OnProgress]:
 
     class Figures(ProgressColumn):
         def render(self, task: Task) -> Text:
-            if task.total is None:  # it waits for its turn, or for room
+            if task.total is None:  # the load waits for its turn, or for room
                 return Text()
             speed = format.size(task.speed or 0)
             left = "" if task.time_remaining is None else f"  {eta(task.time_remaining)}"

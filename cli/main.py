@@ -60,7 +60,7 @@ OTHER_WORDS = {
     **dict.fromkeys(("end", "kill", "stop"), "a broker ends with Ctrl-C or SIGTERM; drain empties it before"),
     "version": "did you mean --version?",
 }
-"""What to say of a word that other programs have as a command, where no name here is like it."""
+"""Hints for words that are commands of other programs, and that resemble no command here."""
 
 HANDLED_LATER = {
     "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
@@ -98,7 +98,7 @@ class Commands(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the options before the command's name."""
+        """Parse the options before the command's name."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -162,7 +162,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Open standard streams that the caller has closed on /dev/null: the next socket would take the number of one."""
+    """Open /dev/null as each standard stream that the caller has closed: else the next socket would get its number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)

@@ -42,7 +42,7 @@ Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
 
 
 class _Typed(click.Path):
-    """A path that is not empty: an empty one is a variable without a value, and would mean the current folder."""
+    """A path that is not empty: an empty one comes from a variable without a value, and means the current folder."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -68,7 +68,7 @@ LONGEST = 86400.0
 
 
 def seconds(name: str, what: str, *, default: float, least: float = 0.0) -> Callable[[Decorated], Decorated]:
-    """Add an option that is a time of ``least`` seconds at least; ``what`` it means is its help."""
+    """Add an option for a time of at least ``least`` seconds; ``what`` is its help."""
     form = Seconds(min=least, max=LONGEST)
     return click.option(name, type=form, default=default, metavar="SECONDS", help=f"{what}  [default: {default:g}]")
 
@@ -165,9 +165,9 @@ device = DeviceName()
 
 
 def plan(value: str) -> dict[str, str]:
-    """Read a file that says of tensors, by name or pattern, on which device they go, or fail as wrong usage.
+    """Read a plan, the file that names a device for tensors by name or pattern, or fail as wrong usage.
 
-    It is read as the header of a checkpoint is: no key may be there twice.
+    It is parsed as the header of a checkpoint is, which refuses a key that appears twice.
     """
     from cubroker.client.loading.safetensors import FormatError, parse_json
 
@@ -208,7 +208,7 @@ def _chosen(context: click.Context, _: click.Parameter, value: Path | None) -> P
 
 
 def where() -> str:
-    """Return `` on DIRECTORY`` for what a command says, if that was found and the user has named none; else nothing."""
+    """Return `` on DIRECTORY`` for a command's output if the directory was found, and not named; else an empty text."""
     found = click.get_current_context().meta.get(FOUND)
     return f" on {format.printable(str(found))}" if found else ""
 
@@ -322,9 +322,9 @@ def connect(directory: Path) -> Broker:
 
 
 def connector() -> Callable[[Path | None], Broker]:
-    """Return what opens sessions as :func:`connect` does, for other threads: click knows a command by its thread.
+    """Return a function that opens sessions as :func:`connect` does, for threads on which click knows no command.
 
-    ZeroMQ and the driver are imported here, for commands that do without a session.
+    ZeroMQ and the driver are imported here, so that commands without a session do not load them.
     """
     from cubroker.client.broker import Broker
 
@@ -345,7 +345,7 @@ def timeout() -> float:
 
 @contextmanager
 def hinting_at_timeout() -> Iterator[None]:
-    """Name that option in the error of a broker that has not greeted in time."""
+    """Name the option ``--timeout`` in the error of a broker that has not greeted in time."""
     from cubroker.client.transport.handshake import Silent
 
     try:

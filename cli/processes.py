@@ -15,7 +15,7 @@ from cubroker.protocol.status import ClientInfo, ProcessInfo
 from cubroker.server.transport.peer_credentials import read_process
 
 RUNTIMES = {"docker": "docker", "libpod": "podman", "crio": "cri-o", "containerd": "containerd", "lxc": "lxc"}
-"""What the cgroup of a runtime's containers has in its path, and the runtime."""
+"""The runtime of a container, by a part of its cgroup's path."""
 
 SHORT_ID = 12
 """Characters of a container's id, as its runtime's commands show it."""
@@ -24,10 +24,10 @@ _CONTAINER = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{32}|[0-9a-f]{64})(?![0-9a-f])
 
 
 def known(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:
-    """Return clients with what this process sees of those whose processes the broker could not look at.
+    """Return the clients; look up here the processes that the broker could not look at.
 
-    A broker whose /proc hides other users (``ProtectProc=``) knows numbers alone. They are looked up here if they mean
-    the same here, as this process's own ``session`` tells; a process that has a session has not ended.
+    A broker whose /proc hides other users (``ProtectProc=``) knows only the PIDs of their processes. A PID is looked up
+    here if this process's own ``session`` has the same PID on both sides. A process that has a session has not ended.
     """
     own = next((client for client in clients if client.session == session), None)
     if own is None or own.pid != os.getpid():
@@ -74,7 +74,7 @@ def held(client: ClientInfo, now: float) -> str:
 
 
 def holders(clients: Sequence[ClientInfo]) -> Mapping[tuple[str, int], list[ClientInfo]]:
-    """Return the clients that hold each version, in the order in which they came."""
+    """Return the clients that hold each version, in the order of ``clients``."""
     found: dict[tuple[str, int], dict[int, ClientInfo]] = {}
     for client in clients:
         for lease in client.leases:
@@ -88,7 +88,7 @@ def short(client: ClientInfo) -> str:
 
 
 def with_user(client: ClientInfo) -> str:
-    """Return a process and whose it is: ``vllm 4711 (alice)``."""
+    """Return a process and its user: ``vllm 4711 (alice)``."""
     return f"{short(client)} ({format.user(client.uid)})"
 
 
@@ -101,7 +101,7 @@ def label(client: ClientInfo) -> str:
 # -- tables --------------------------------------------------------------------------------------------
 
 SPARE = ("SESSION", "CONTAINER", "AGE", "LOCKS", "STATE", "HELD", "USER", "BEYOND LEASES")
-"""The columns that a narrow terminal does without, the first one first."""
+"""The columns that a narrow terminal leaves out, in this order."""
 
 ORDERS: dict[str, Callable[[ClientInfo], Any]] = {
     "session": lambda client: client.session,
@@ -113,11 +113,11 @@ ORDERS: dict[str, Callable[[ClientInfo], Any]] = {
     "held": lambda client: inf if (began := held_since(client)) is None else began,
     "leases": lambda client: -len(client.leases),
 }
-"""By what clients are sorted: the oldest, and those with most leases, come first."""
+"""The keys that clients are sorted by: the oldest, and those with most leases, come first."""
 
 
 def columns(clients: Sequence[ClientInfo], now: float) -> dict[str, Callable[[ClientInfo], str]]:
-    """Return the columns of a table of clients; that of locks, and of memory beyond leases, where one has any."""
+    """Return the columns of a table of clients; locks, and memory beyond leases, have one if any client has some."""
     found: dict[str, Callable[[ClientInfo], str]] = {
         ">SESSION": lambda client: str(client.session),
         ">PID": lambda client: str(client.pid),

@@ -21,9 +21,9 @@ FILE_VARIABLE = "CUBROKER_CONFIG"
 
 
 def value(key: str) -> Callable[[str], str]:
-    """Return the type of an option that is the setting ``key``: its text, or wrong usage.
+    """Return the type of an option for the setting ``key``: it returns the text, or fails as wrong usage.
 
-    Devices are not there to be asked; the text is looked at as far as that can be done without them.
+    The devices are not asked; the text is checked as far as that can be done without them.
     """
 
     def checked(text: str) -> str:
@@ -74,7 +74,7 @@ OPTIONS = (
 
 
 def given(command: Callable[..., int]) -> Callable[..., int]:
-    """Add ``--directory``, ``--devices``, ``--budget`` and ``--set``; ``given`` has their values by key."""
+    """Add ``--directory``, ``--devices``, ``--budget`` and ``--set``; the command gets their values in ``given``."""
 
     def collect(
         before: Path | None,
@@ -122,7 +122,7 @@ def serve(file: Path | None, given: Mapping[str, str]) -> int:
         handed = broker.stand_by(file, given)
         current = broker.configure(file, given)
         config = current.config
-        try:  # advice comes before the broker is started; one that goes on with what is stored needs none
+        try:  # give advice before the broker starts; a broker that continues with what is stored needs none
             if handed is None:
                 load(config.devices).close()
         except ValueError as error:

@@ -5,10 +5,10 @@ interpreter's exit nothing catches it: the user would see a traceback of unknown
 there, so SIGINT keeps the system's default action and ends the process, as shells expect. An imported command may have
 something to undo: it gets a KeyboardInterrupt, which :mod:`cubroker.cli.main` turns into status 130.
 
-Other signals wait meanwhile. By default SIGUSR1 and SIGHUP would end a process to which they mean something else, and
-the first process of a container would never get SIGTERM. ``keep`` and ``serve`` leave some of them blocked until they
-have handlers. A signal before :func:`cubroker.cli.__main__.main` runs, in the interpreter's start, has its default
-effect.
+Other signals are blocked until the command has been imported. By default SIGUSR1 and SIGHUP would end a process that
+uses them for something else, and the first process of a container would never get SIGTERM. ``keep`` and ``serve`` leave
+some of them blocked until they have handlers. A signal that arrives during the interpreter's start, before
+:func:`cubroker.cli.__main__.main` runs, has its default effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _inherited: set[int] | None = None
 
 
 def end_at_interrupt() -> None:
-    """Have SIGINT end the process, unless it is ignored: shells start background work like that, and so does nohup."""
+    """Have SIGINT end the process, unless it is ignored, as in work that shells and nohup start in the background."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -40,11 +40,11 @@ def hold() -> None:
 
 
 def release(still_held: frozenset[signal.Signals]) -> None:
-    """Let in the signals that have come since :func:`hold`, but for ``still_held``; without a hold do nothing."""
+    """Unblock the signals that :func:`hold` has blocked, except ``still_held``; without a hold do nothing."""
     if _inherited is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _inherited | still_held)
 
 
 def inherited_mask() -> set[int]:
-    """Return the signals that were blocked when this process began, as they are to be in its children."""
+    """Return the signals that were blocked when this process began; the same are to be blocked in its children."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, ()) if _inherited is None else _inherited

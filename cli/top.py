@@ -1,4 +1,4 @@
-"""``cubroker top``: one picture of devices, pools and processes, or one that follows the broker and the keys."""
+"""``cubroker top``: a picture of devices, pools and processes, drawn once or kept up to date and changed by keys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import Look, View
 
 KEYS_WAIT = 0.05
-"""Seconds that an answer, or a key, is waited for while the other may come."""
+"""Seconds to wait for an answer before looking for a key, and for a key before looking for the answer."""
 
 SLOW = 2.0
 """Seconds after which the picture says that the broker does not answer."""
@@ -72,7 +72,7 @@ SEQUENCES = {
 NAMED = {"\r": ENTER, "\n": ENTER, "\x7f": BACKSPACE, "\x08": BACKSPACE, "\x1b": ESCAPE}
 
 SPLIT = 0.05
-"""Seconds in which the rest of a sequence comes; an escape that is alone for so long is the key."""
+"""Seconds within which the rest of a sequence arrives; an escape that stays alone for longer is the Escape key."""
 
 
 @click.command("top")
@@ -117,7 +117,7 @@ def top(
     choice.order[POOLS] = sort
     console = Console(highlight=False, soft_wrap=True)
     live = not (once or as_json or not console.is_terminal or console.is_dumb_terminal)
-    with options.connect(directory) as broker:  # none at all is a mistake in the command
+    with options.connect(directory) as broker:  # if there is none at the start, the command fails
         if device is not None:
             known = {each.uuid: each.index for each in broker.devices()}
             choice.device = known[options.find_device(device, broker.devices())]
@@ -176,10 +176,10 @@ class Screen:
         self._view: View | None = None
         self._own = 0
         self._why = ""  # why the view is not fresh
-        self._seen = ""  # when it was
+        self._seen = ""  # when it was fresh
 
     def follow(self) -> None:
-        """Show what there is until q; a broker that went away, hangs or refuses may serve again."""
+        """Show the broker's state until q is pressed; a broker that has ended, hangs or refuses may serve again."""
         with Terminal(self._console) as keys, Live(console=self._console, screen=True, auto_refresh=False) as live:
             self._draw(live)
             while True:
@@ -196,7 +196,7 @@ class Screen:
                         return
 
     def _look(self, broker: Broker, keys: Terminal, live: Live) -> bool:
-        """Show what there is now; keys work while the broker does not answer. Return whether to go on."""
+        """Show the broker's state now; keys work while it does not answer. Return whether to continue."""
         asked, began = broker.requests.submit(Look()), time.monotonic()
         while not asked.wait(KEYS_WAIT):
             if not self._press(keys.wait(KEYS_WAIT), live):
@@ -212,7 +212,7 @@ class Screen:
         self._seen, self._why = time.strftime("%H:%M:%S"), why
 
     def _pause(self, keys: Terminal, live: Live) -> bool:
-        """Do what keys say until it is time to look again; return whether to go on."""
+        """Handle keys until it is time to look again; return whether to continue."""
         end = time.monotonic() + self._every
         while (left := end - time.monotonic()) > 0:
             if not self._press(keys.wait(left), live):
@@ -243,23 +243,23 @@ class Screen:
 
 
 class Ended(BaseException):
-    """A signal that ends the process came; it ends once the terminal is as it was."""
+    """A signal that ends the process, raised so that the terminal is restored first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self._number = number
 
     def again(self) -> None:
-        """Have the signal do what it does by default."""
+        """Raise the signal again, with its default action."""
         signal.signal(self._number, signal.SIG_DFL)
         signal.raise_signal(self._number)
 
 
 class Terminal:
-    """The keys of standard input while the context lasts; none if it is no terminal.
+    """The keys of standard input while the context lasts; none if standard input is no terminal.
 
-    Lines are not gathered and not echoed meanwhile. Ctrl-C stays a signal. While the process is stopped by Ctrl-Z the
-    terminal is as it was before. SIGTERM and SIGHUP raise :class:`Ended`, so that it is so after them, too.
+    Within the context the terminal neither gathers nor echoes lines. Ctrl-C stays a signal. While the process is
+    stopped by Ctrl-Z, the terminal is restored. SIGTERM and SIGHUP raise :class:`Ended`, which restores it, too.
 
     Args:
         console: shows an alternate screen, which is left while the process is stopped.
@@ -298,9 +298,9 @@ class Terminal:
         os.close(self._wake)
 
     def wait(self, seconds: float) -> list[str]:
-        """Return the keys that are pressed; wait for the first one, or for another size of the terminal.
+        """Return the keys that are pressed; wait for the first one, or for a change of the terminal's size.
 
-        A key is its character, or one of the names that :mod:`cubroker.cli.frame` has.
+        A key is its character, or one of the names in :mod:`cubroker.cli.frame`.
         """
         ready = self._ready(seconds)
         if self._woken in ready:
@@ -356,7 +356,7 @@ class Terminal:
 
 
 def split(text: str) -> list[str]:
-    """Return the keys of what a terminal sent; unknown sequences are none."""
+    """Return the keys in what a terminal sent; unknown sequences are ignored."""
     keys: list[str] = []
     while text:
         if (end := _sequence(text)) > 1:

@@ -1,6 +1,6 @@
 """``cubroker doctor``: gathers facts of a machine, and reports what they mean, for people and as one JSON document.
 
-To gather is to ask the driver, to try what is safe on each device, and to look at the machine.
+It asks the driver, makes safe trials on each device, and looks at the machine.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def doctor(before: Path | None, devices: str | None, directory: Path | None, as_
 
 
 def _find(named: Path | None) -> tuple[Path, str]:
-    """Return where a client connects that was told ``named``, and why not to the host's broker if that is in doubt."""
+    """Return the directory that a client uses if told ``named``; and why that is not the host's, if it is in doubt."""
     try:
         return named or find_directory(), ""
     except Denied as error:
@@ -93,7 +93,7 @@ def _find(named: Path | None) -> tuple[Path, str]:
 
 
 class DoctorReport:
-    """What is made of facts.
+    """The verdicts on the facts of a machine.
 
     Attributes:
         devices: each device, and a verdict for each kind of sharing.
@@ -110,7 +110,7 @@ class DoctorReport:
         return bool(self.devices) and all(verdicts.usable(found) for _, found in self.devices)
 
     def document(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the report as values of JSON."""
         return {
             "devices": [
                 {
@@ -125,7 +125,7 @@ class DoctorReport:
         }
 
     def show(self) -> None:
-        """Print it for people, as wide as the terminal."""
+        """Print the report for people, as wide as the terminal."""
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for device, found in self.devices:
             title = f"device {device.index}: {format.printable(device.name)}, {device.uuid}"
@@ -165,13 +165,13 @@ GPUS = "cuda"
 EMULATED = "host:2"
 
 KINDS = (IPC, VMM, "fabric", "events")
-"""What is tried, in this order. Of multicast the device and the settings are asked, and it is never tried."""
+"""The trials, in this order. Multicast is never tried: what the device and the settings say decides."""
 
 LIMIT = 60.0
 """Seconds for each trial. The first process on a machine that keeps no driver state waits for the GPUs to start."""
 
 AT_ONCE = 4
-"""Devices that are tried at the same time; on each of them one trial runs at a time, as an exclusive one needs."""
+"""Devices that are tried at the same time. On each of them one trial runs at a time, as exclusive devices require."""
 
 GRACE = 1.0
 """Seconds that a killed process may take to end; a process inside the kernel's driver may never end."""
@@ -180,7 +180,7 @@ ANSWER = 5.0
 """Seconds that a broker may take to answer once it has greeted."""
 
 FILES = ("nvidiactl", "nvidia-uvm")
-"""The device files without which no process uses a GPU, beside one for each GPU."""
+"""The device files without which no process can use a GPU, in addition to one for each GPU."""
 
 CHANNELS = "dev/nvidia-caps-imex-channels"
 
@@ -191,14 +191,14 @@ _ALL_USERS = "4294967295"
 async def gather(
     spec: str | None, directory: Path, limit: float = LIMIT, *, patience: float = ANSWER, doubt: str = ""
 ) -> Facts:
-    """Find everything out.
+    """Gather all facts.
 
     Args:
-        spec: the devices; by default all GPUs, and two host devices where no driver answers.
+        spec: the devices; by default all GPUs, or two host devices if there are none.
         directory: where a broker serves, or would.
         limit: seconds that each trial may take.
         patience: seconds that this broker may take to greet.
-        doubt: why that is not the directory of the host's broker, and what to do, if there is something to say.
+        doubt: why the directory is not that of the host's broker, and what to do; empty if there is no doubt.
     """
     survey = await _survey(spec or GPUS, limit)
     driver, devices = survey.driver, survey.devices
@@ -230,7 +230,7 @@ async def try_device(gate: asyncio.Semaphore, spec: str, device: DeviceFacts, li
 
 
 async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:
-    """Run a command line and return the ``kind`` that it prints, or what became of it within ``limit`` seconds."""
+    """Run a command line and return the ``kind`` that it prints, or a trial that says why it printed none in time."""
     process = await asyncio.create_subprocess_exec(*line, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(limit):
@@ -296,7 +296,7 @@ def examine_broker(directory: Path, patience: float = ANSWER) -> BrokerFacts:
 
 
 def examine_directory(path: Path) -> DirectoryFacts:
-    """Look at where a broker serves, or would."""
+    """Look at the directory where a broker serves, or would."""
     path = path.absolute()
     try:
         places.check(path)
@@ -327,7 +327,7 @@ def _text(path: Path) -> str:
 
 
 def _find_container(root: Path, environ: Mapping[str, str]) -> str:
-    """Return what kind of container leaves the traces that there are."""
+    """Return the kind of container that the traces on this machine are of; empty if there are none."""
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "kubernetes"
     if (root / "run/.containerenv").exists():
@@ -342,7 +342,7 @@ def _find_container(root: Path, environ: Mapping[str, str]) -> str:
 
 
 def _refusal(opened: Callable[[], int]) -> str:
-    """Return why a descriptor cannot be had, if it cannot."""
+    """Return why a descriptor cannot be opened; empty if it can."""
     try:
         os.close(opened())
     except OSError as error:

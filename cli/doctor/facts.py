@@ -14,16 +14,16 @@ Outcome = Literal["works", "refused", "differs", "writable", "silent", "died", "
 class Trial:
     """The outcome of one trial, or of a question to the driver."""
 
-    #: ``refused`` by the driver; other bytes were read than written (``differs``); what is read-only could be written;
+    #: ``refused`` by the driver; other bytes were read than written (``differs``); read-only memory was ``writable``;
     #: no answer in time (``silent``); the process ``died``; not tried since an earlier one was silent (``skipped``).
     outcome: Outcome
-    #: Who met the refusal: the ``owner`` of the memory, as the broker is, or a ``worker``.
+    #: Which process was refused: the ``owner`` of the memory, as the broker is, or a ``worker``.
     side: str = ""
     #: The driver's function that refused.
     call: str = ""
-    #: The name of its result; empty where the driver has no such function.
+    #: The name of its result; empty if the driver has no such function.
     error: str = ""
-    #: More in words.
+    #: Details, in words.
     detail: str = ""
 
 
@@ -54,7 +54,7 @@ class DeviceFacts:
     compute_mode: int | None = 0
     #: Whether it has unified addressing, which NVIDIA's pages require for handles of memory and events.
     unified: int | None = 1
-    #: Whether it has IPC events, by which those pages have programs find out whether there is any IPC.
+    #: Whether it has IPC events, which those pages have programs ask to find out whether there is any IPC.
     ipc: int | None = 1
     #: Whether it has virtual memory management.
     virtual: int | None = 1
@@ -64,16 +64,16 @@ class DeviceFacts:
     fabric: int | None = 0
     #: Whether the device says that it can be in a multicast object.
     multicast: int | None = 0
-    #: Why it can have no part in multicast all the same, in the driver package's words; None if nothing is.
+    #: Why it cannot be in one nevertheless, in the driver package's words; None if nothing prevents it.
     obstacle: str | None = None
-    #: Of each other device that was asked for, whether its memory is in direct reach.
+    #: For each other device that was asked for: whether its memory is in direct reach.
     peers: Mapping[int, bool] = field(default_factory=dict)
-    #: Works, or why the driver does not tell of links.
+    #: Works, or why the driver does not report links.
     links: Trial = Trial("works")
 
     @property
     def mig(self) -> bool:
-        """Whether it is a slice of a GPU; the driver API tells by the name alone."""
+        """Whether it is a slice of a GPU; in the driver API only the name tells."""
         return " MIG " in self.name
 
 
@@ -124,7 +124,7 @@ class BrokerFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """The broker's unit, as systemd tells it; a text is empty if systemd does not tell."""
+    """The broker's unit, as systemd reports it; a text is empty if systemd does not report it."""
 
     #: ``system`` or ``user``.
     manager: str
@@ -183,7 +183,7 @@ class SettingsFacts:
 
 @dataclass(frozen=True)
 class ServiceFacts:
-    """The broker as a service; None is what there is not."""
+    """The broker as a service; None stands for what does not exist."""
 
     unit: UnitFacts | None = None
     listener: ListenerFacts = ListenerFacts()

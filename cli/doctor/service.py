@@ -1,6 +1,6 @@
 """The broker as a service: its unit, the last error in its log, its socket, and its settings.
 
-systemd and the journal are asked by their own commands, within a limit; where they are not there, nothing is said.
+It runs the commands of systemd and of the journal, with a time limit; if they are not installed, it reports nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def examine(directory: Path, environ: Mapping[str, str] = os.environ) -> Service
 
 
 def examine_unit(manager: str) -> UnitFacts | None:
-    """Ask a manager of systemd for the broker's unit; None if it has none, or is not there."""
+    """Ask a manager of systemd for the broker's unit; None if it has no such unit, or does not run."""
     words = f"--property={','.join(PROPERTIES)}"
     answer = _ask("systemctl", *MANAGERS[manager], "show", UNIT, words)
     told = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
@@ -108,9 +108,9 @@ def examine_listener(directory: Path) -> ListenerFacts:
         asking.setblocking(False)
         try:
             asking.connect(os.fspath(path))
-            # Of a socket that listens these are the credentials of the process that made it listen (unix(7)).
+            # For a listening socket these are the credentials of the process that called listen(2) (unix(7)).
             raw = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        except BlockingIOError:  # so many wait that no more may
+        except BlockingIOError:  # the backlog is full
             return ListenerFacts("listening")
         except ConnectionRefusedError:
             return ListenerFacts("deserted")
@@ -139,7 +139,7 @@ def examine_settings(unit: UnitFacts | None, environ: Mapping[str, str]) -> Sett
 
 
 def _is_absent(path: Path) -> bool:
-    """Whether there is no such file; a folder that this user may not search does not tell."""
+    """Whether there is no such file; False if this user may not search the folder."""
     try:
         path.stat()
     except PermissionError:
@@ -162,7 +162,7 @@ def _number(text: str) -> int:
 
 
 def _ask(program: str, *arguments: str) -> str:
-    """Return what a command prints; nothing if it is not there, fails, or takes too long."""
+    """Return what a command prints; nothing if it is not installed, fails, or takes too long."""
     if not (path := shutil.which(program)):
         return ""
     try:
@@ -179,7 +179,7 @@ def _ask(program: str, *arguments: str) -> str:
 Cases = tuple[tuple[object, bool | None, str, str], ...]
 
 SHOWN = 3
-"""Complaints about the settings that are told."""
+"""Complaints about the settings that are shown."""
 
 
 def cases(service: ServiceFacts, broker: BrokerFacts) -> dict[str, Cases]:

@@ -1,7 +1,7 @@
 """``python -m cubroker.cli.doctor.trials PARENT TASK SPEC [DEVICE]``: one trial, in a process that may be killed.
 
-The process prints what came of it as JSON. A trial of sharing is the memory's owner, which starts the workers that
-open it: only another process can. Two MiB are shared, and given back. There is no trial of multicast, ever.
+The process prints the outcome as JSON. In a trial of sharing it owns the memory, and starts the workers that open it,
+since only another process can. It shares 2 MiB, and frees them. There is no trial of multicast, ever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRIVER_LIBRARY = "libcuda.so.1"
 
 
 class Shared(msgspec.Struct):
-    """What a worker is told on its standard input: a handle is a secret, which arguments are not."""
+    """What a worker reads from its standard input: a handle is a secret, and arguments are visible to others."""
 
     seed: bytes
     size: int = SIZE
@@ -44,10 +44,10 @@ class Shared(msgspec.Struct):
 
 
 def main(parent: str, task: str, spec: str, index: str = "0") -> None:
-    """Run one task to its end, or to that of its parent, the process that started it."""
+    """Run one task until it ends, or until its parent, the process that started it, ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        return  # it ended before it could be followed
+        return  # the parent ended before `prctl` was called
     result = survey(spec) if task == "survey" else attempt(task, spec, int(index))
     sys.stdout.write(encode_json(result).decode() + "\n")
 
@@ -56,7 +56,7 @@ def main(parent: str, task: str, spec: str, index: str = "0") -> None:
 
 
 def survey(spec: str) -> Survey:
-    """Ask the driver what there is; nothing is allocated, and no context made."""
+    """Ask the driver about itself and its devices; nothing is allocated, and no context made."""
     try:
         with closing(load(spec)) as driver:
             devices = tuple(_describe(driver, device) for device in driver.devices)
@@ -121,7 +121,7 @@ def _vmm(driver: Driver, index: int) -> Trial:
 
 
 def _fabric(driver: Driver, index: int) -> Trial:
-    """Share memory by fabric handle, if it gets one."""
+    """Share memory by fabric handle, if the driver gives one."""
     physical = driver.create(index, round_up(SIZE, driver.granularity(index)), fabric=True)
     handle = physical.export_fabric()
     trial = Trial("refused")
@@ -205,14 +205,14 @@ def attempt(task: str, spec: str, index: int) -> Trial:
 
 
 def refusal(error: DriverError | RuntimeError, side: str = "") -> Trial:
-    """Return a refusal as an outcome; a RuntimeError is how the bindings say that the driver has no such function."""
+    """Return a refusal as an outcome; the bindings raise a RuntimeError if the driver has no such function."""
     if isinstance(error, DriverError):
         return Trial("refused", side, error.call, error.name, error.detail)
     return Trial("refused", side, detail=str(error))
 
 
 def ask_worker(task: str, driver: Driver, index: int, order: Shared) -> Trial:
-    """Have another process do its part; it ends with this one."""
+    """Have another process do a worker's part; it ends with this process."""
     done = subprocess.run(  # noqa: S603
         trial_command(task, driver.spec, str(index)),
         input=encode(order),
@@ -233,7 +233,7 @@ def trial_command(*arguments: str) -> list[str]:
 
 
 def read_answer(status: int, out: bytes, errors: bytes, kind: type[R]) -> R | Trial:
-    """Return what a process printed last, or that it died of something; libraries may print before it."""
+    """Return what a process printed last, or a trial that ``died``; libraries may print lines before."""
     lines = out.splitlines()
     if status == 0 and lines:
         with suppress(msgspec.DecodeError):

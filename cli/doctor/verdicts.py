@@ -1,7 +1,7 @@
-"""What works on a device and on this machine, and if not, why and what to do: judged from facts alone, by tables.
+"""Verdicts on devices and on the machine: what works, and if not, why and what to do. They use facts and tables alone.
 
-A check is a table of cases in order, and the first that applies is its finding. A refusal of the driver that no case
-explains speaks for itself (:func:`means`).
+A check is a table of cases in order, and the first that applies is its finding. If no case explains a refusal of the
+driver, :func:`means` says what the driver's own result means.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _UNANSWERED = {
 
 
 def means(trial: Trial) -> Finding:
-    """Return what it means that a trial did not work."""
+    """Return the finding for a trial that did not work, from the trial alone."""
     if found := _UNANSWERED.get(trial.outcome):
         return replace(found, why=found.why.format(trial.detail))
     why, do = REFUSALS.get(trial.error, ("the driver refused", LOOK))
@@ -167,7 +167,7 @@ _WORKS = {
 """The kinds that are tried, and what a trial that worked has shown."""
 
 _MAPPED_BY = {VMM: "descriptor", "fabric": "fabric handle"}
-"""What a process maps memory by that it may only read."""
+"""The kinds whose memory a process maps read-only, and what it maps it by."""
 
 _NOT_NEEDED = "nothing needs to be done: vmm pools use descriptors instead"
 _INSTEAD = "nothing needs to be done: replication over peer copies takes its place"
@@ -203,7 +203,7 @@ def _tried(kind: str, examined: Examined, facts: Facts) -> Finding:
 
 
 def _mode(device: DeviceFacts, trial: Trial) -> Cases:
-    """How the compute mode explains a refusal."""
+    """Return the cases in which the compute mode explains a refusal."""
     mode = None if trial.error in UNTOUCHED else device.compute_mode
     only_one = "one process at a time may use the device, so none can share"
     do = f"`nvidia-smi -i {device.uuid} -c DEFAULT`, as root"
@@ -214,7 +214,7 @@ def _mode(device: DeviceFacts, trial: Trial) -> Cases:
 
 
 def _no_ipc(device: DeviceFacts, trial: Trial) -> Cases:
-    """How the device itself explains that it refuses legacy handles, of memory or of events."""
+    """Return the cases in which the device's own attributes explain that it refuses legacy handles."""
     no_reach = "handles reach no further than one GPU instance, if they work at all"
     no_ipc = "the device says that it has no IPC (CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED)"
     no_addressing = "the device has no unified addressing, which handles require"
@@ -235,7 +235,7 @@ def _no_vmm(device: DeviceFacts) -> Cases:
 
 
 def _no_fabric(device: DeviceFacts, facts: Facts) -> Cases:
-    """Why the driver gives no fabric handles, which it refuses with results that do not tell."""
+    """Return the reasons why the driver gives no fabric handles, which the results of its refusal do not tell."""
     unset = f"host devices have no fabric handles unless {CHANNEL} is set, for tests"
     older = "the driver is older than fabric handles, which came with CUDA 12.3 (driver 545)"
     no_channel = "the device could, but there is no IMEX channel in /dev/nvidia-caps-imex-channels"
@@ -272,7 +272,7 @@ def _peers(device: DeviceFacts) -> Finding:
 
 
 def _multicast(device: DeviceFacts) -> Finding:
-    """Judge by what the device and the settings say: it is never tried."""
+    """Judge multicast by what the device and the settings say, since it is never tried."""
     if device.multicast is None:
         return Finding(False, "the driver is too old to have heard of it", _INSTEAD)
     if device.obstacle is not None:
@@ -442,7 +442,7 @@ def _descriptors(host: HostFacts) -> Cases:
 
 
 def _locked_memory(host: HostFacts) -> Cases:
-    """Whether a process may lock as much memory as sharing besides cubroker's needs."""
+    """Whether a process may lock as much memory as sharing by other means than cubroker may need."""
     locked = "any amount" if host.locked < 0 else format.size(host.locked)
     little = f"{locked} may be locked; the GPU driver does not count, but RDMA and others may need more"
     how = "`--ulimit memlock=-1`" if host.container else "LimitMEMLOCK=infinity"
@@ -487,6 +487,6 @@ def _directory(here: DirectoryFacts) -> Cases:
 
 
 def _split(message: str) -> tuple[str, str]:
-    """Split what our own errors say: what stood in the way, and after the semicolon what to do."""
+    """Split the text of one of our errors: what is wrong, and after the semicolon what to do."""
     why, _, do = message.partition("; ")
     return why, do
