@@ -19,7 +19,7 @@ def main(name: str) -> None:
             if version is not None:
                 try:
                     fresh = broker.attach(name)
-                except NotFound:  # retired meanwhile; the next change tells it
+                except NotFound:  # retired since; the next change reports that
                     continue
                 if current:
                     current.close()

@@ -29,7 +29,7 @@ def produce() -> None:
             for number in range(1, ROUNDS + 1):
                 pool["activations"].copy_from(np.full((1024, 256), number, np.float32))
                 full.record()
-                empty.wait()  # raises Unavailable if its maker ends
+                empty.wait()  # raises Unavailable if the process that made the event ends
         broker.retire(NAME)
 
 

@@ -44,7 +44,7 @@ def main(worker: str) -> None:
 
 @torch.inference_mode()
 def check(policy: torch.nn.Module, seen: torch.Tensor, expected: torch.Tensor, label: str) -> None:
-    """Run a batch, of which the first rows are the probe."""
+    """Run a batch whose first rows are the probe, and check their outputs."""
     outputs = policy(torch.cat([seen, torch.randn(64, 64, device=seen.device)]))
     if not torch.allclose(outputs[: len(seen)], expected, rtol=1e-4, atol=1e-4):
         sys.exit(f"{label}: the outputs are not the trainer's; weights of another version were used")

@@ -18,12 +18,12 @@ def main(name: str) -> None:
         began = perf_counter()
         with broker.attach(name, wait=60) as pool:
             state = state_dict(pool)
-        # The tensors keep the memory and the lease while they live: the pool may be closed.
+        # The tensors keep the memory mapped and leased while they live, even if the pool is closed.
         took = perf_counter() - began
         print(f"{name}@{pool.version}: {len(state)} tensors attached in {took * 1000:.1f} ms")
         for tensor, value in list(state.items())[:3]:
             print(f"  {tensor}: {value.dtype} {tuple(value.shape)} at {value.data_ptr():#x}")
-        del state, value  # the lease ends with them, the session with this block
+        del state, value  # the lease ends with the last tensor, the session with this block
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ def main(versions: int) -> None:
         for number in range(1, versions + 1):
             for _ in range(STEPS):
                 seen = torch.randn(256, 64, device=device)
-                loss = (policy(seen) - torch.sin(seen[:, :8] + number)).square().mean()  # another aim in each round
+                loss = (policy(seen) - torch.sin(seen[:, :8] + number)).square().mean()  # another target in each round
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            broker.wait_ended(NAME)  # no reader holds a version but the current one, so with the next there are two
+            broker.wait_ended(NAME)  # readers hold the current version alone: with the next one there are two
             version = broker.publish(NAME, policy.state_dict() | probe(policy, device, versions - number), wait=60)
             held = [pool for pool in broker.pools() if pool.name == NAME]
             most = max(most, len(held))
@@ -44,11 +44,11 @@ def main(versions: int) -> None:
         for pool in broker.pools():
             if pool.name == NAME:
                 print(f"{pool.name}@{pool.version} is {pool.state}; versions held at a time: {most} at most")
-        broker.retire(NAME)  # workers keep it until they end; a worker that comes now waits for another trainer
+        broker.retire(NAME)  # workers keep it until they end; a worker that starts now waits for another trainer
 
 
 def probe(policy: torch.nn.Module, device: str, left: int) -> dict[str, torch.Tensor]:
-    """What a worker checks its outputs with, and how many versions are still to come."""
+    """Return what a worker checks its outputs with, and how many versions are still to come."""
     seen = torch.randn(4, 64, device=device)
     with torch.no_grad():
         return {"probe.input": seen, "probe.output": policy(seen), "probe.left": torch.tensor(left, device=device)}

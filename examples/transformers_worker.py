@@ -26,7 +26,7 @@ def main(name: str, folder: str, *texts: str) -> None:
             hidden = model(**tokens.to(model.device)).last_hidden_state
         for text, vectors in zip(texts, hidden, strict=True):
             print(f"{text!r}: {vectors[0, :4].tolist()} …")
-        del model  # the lease ends with it, the session with this block
+        del model  # the lease ends with the model, the session with this block
 
 
 if __name__ == "__main__":

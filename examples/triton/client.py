@@ -31,10 +31,10 @@ def publish() -> None:
 
 
 def infer(url: str = triton.URL) -> None:
-    """Ask the server for a batch, and compare the answer with what the weights say here."""
+    """Have the server compute a batch, and compare the answer with what numpy computes from the weights."""
     with Broker() as broker:
         layout = [("X", "F32", (BATCH, WIDTH)), ("Y", "F32", (BATCH, WIDTH))]
-        with broker.create(IO, layout, writable=True, share="ipc") as draft:  # what Triton can open on a GPU
+        with broker.create(IO, layout, writable=True, share="ipc") as draft:  # the kind that Triton can open on a GPU
             version = draft.seal()
         with broker.attach(IO, version=version) as pool, triton.register(pool, url) as regions:
             x = np.random.default_rng(1).standard_normal((BATCH, WIDTH), np.float32)

@@ -1,7 +1,7 @@
-"""A model of Triton's Python backend whose instances, a process each, compute on one copy of the weights: a pool's.
+"""A model of Triton's Python backend whose instances, a process each, compute on one copy of the weights, in a pool.
 
-The server's Python has cubroker and torch, and its environment $CUBROKER_DIR. Tensors come and go by DLPack, since the
-backend (2.51) does not get along with numpy 2.
+The server's Python needs cubroker and torch, and its environment needs $CUBROKER_DIR. Tensors are passed by DLPack,
+since the backend (2.51) does not work with numpy 2.
 """
 
 import json
@@ -23,7 +23,7 @@ class TritonPythonModel:
         name = json.loads(args["model_config"])["parameters"]["pool"]["string_value"]
         device = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
         with Broker() as broker, broker.attach(name, device=device, wait=60) as pool:
-            self.weights = state_dict(pool)  # which keep the memory and the lease
+            self.weights = state_dict(pool)  # the tensors keep the memory and the lease
 
     def execute(self, requests: list) -> list:
         """Answer requests."""
@@ -31,11 +31,11 @@ class TritonPythonModel:
 
     @torch.inference_mode()
     def answer(self, request: object) -> object:
-        """Compute what one request asks for."""
+        """Return the response to one request."""
         x = from_dlpack(backend.get_input_tensor_by_name(request, "X").to_dlpack())
         hidden = linear(x.to(self.weights["up"].device), self.weights["up"]).relu()
         return backend.Tensor.from_dlpack("Y", linear(hidden, self.weights["down"]))
 
     def finalize(self) -> None:
-        """Let go of the weights, and with them of the lease."""
+        """Drop the weights, and with them the lease."""
         del self.weights
