@@ -1,1 +1,1 @@
-"""What cubroker costs and saves, measured beside the alternatives. See README.md in this folder."""
+"""What cubroker costs and saves, measured in comparison with the alternatives. See README.md in this folder."""

@@ -53,7 +53,7 @@ ALL = {
 
 
 def main() -> None:
-    """Run everything and publish it together."""
+    """Run all benchmarks and publish their results together."""
     plan = parse("python -m benchmarks")
     results: dict[str, list[Figure]] = {}
     try:
@@ -62,7 +62,7 @@ def main() -> None:
             results[name] = list(measure(plan))
             print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
     finally:
-        status = publish(plan, results)  # if one fails, the results of those before it
+        status = publish(plan, results)  # if a benchmark fails, the results of those before it
     sys.exit(status)
 
 

@@ -1,8 +1,8 @@
 """Time for a worker to get the weights: ``attach()`` and a state dict of all tensors, in milliseconds.
 
-The worker's CUDA context is up. Measured for one worker again and again, for fresh ones, which begin with the import of
-cubroker, and for many at once. Compared with, on a GPU: the same tensors through torch's own CUDA IPC, as its
-multiprocessing queues use it: reduced and pickled in one process, rebuilt in another.
+The worker's CUDA context is up. The time is measured for one worker again and again, for fresh workers, which begin
+with the import of cubroker, and for many at the same time. On a GPU it is compared with the same tensors through
+torch's own CUDA IPC, as its multiprocessing queues use it: reduced and pickled in one process, rebuilt in another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM = 3
 
 ROOT = Path(__file__).parents[1]
 STEPS = ("the import", "the connection", "the first attach()", "the state dict")
-"""What a fresh worker does."""
+"""The steps of a fresh worker."""
 
 TOGETHER = 0.1
 """Seconds from the call of many workers to the moment at which they begin."""
@@ -111,7 +111,7 @@ def _at_once(plan: Plan, directory: Path, count: int) -> list[list[float]]:
 
 
 def attach_together(connection: Connection, directory: Path, gpu: bool) -> None:
-    """In one of many workers: for each moment that is sent, attach then, and send the milliseconds to a state dict."""
+    """In one of many workers: attach at each moment that is received, and send the milliseconds to a state dict."""
     from cubroker.integrations.torch import state_dict
 
     warm_up(gpu=gpu)

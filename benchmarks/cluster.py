@@ -29,20 +29,20 @@ from cubroker.integrations.cluster.sources import PIECE, cut
 NAME = "cluster-simulation"
 
 ARRIVALS = 560_000
-"""Pieces that come to all hosts together, at most: for many hosts they are larger than the product's, so that a run
-takes a minute and not an hour."""
+"""The most pieces that arrive at all hosts together: for many hosts the pieces are larger than the product's, so that a
+run takes a minute and not an hour."""
 
 HORIZON = 600.0
-"""Seconds after which a host that has not all of it counts as unfinished, where hosts choose."""
+"""Seconds after which a host without the whole version counts as unfinished, in the ways in which hosts choose."""
 
 SLOWER = 10
-"""How many times as slow the link of a slow host is."""
+"""By what factor the link of a slow host is slower."""
 
 PARTS = Policy(parts=True)
-"""What the product does: as many sources as a host has readers."""
+"""The product's policy: as many sources as a host has readers."""
 
 WHOLE = Policy(width=4)
-"""Hosts serve only what they have whole. More sources would take the few places of readers there are from others."""
+"""Hosts serve only whole versions. With more sources, a host would take the few slots of readers from others."""
 
 STRATEGIES: dict[str, Callable[[Cluster, int], object]] = {
     "one source": lambda cluster, seed: spreading.all_at_once(cluster),
@@ -53,7 +53,7 @@ STRATEGIES: dict[str, Callable[[Cluster, int], object]] = {
     "whole versions": lambda cluster, seed: spreading.striped(cluster, WHOLE, seed),
     "parts": lambda cluster, seed: spreading.striped(cluster, PARTS, seed),
 }
-"""How each way begins."""
+"""The function that begins each way."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Case:
     link: float
     costs: Costs = field(default_factory=Costs)
     seed: int = 1
-    #: Parts of the hosts; at least one host if the part is not 0.
+    #: The fractions of the hosts that are slow, and that die; at least one host if the fraction is not 0.
     slow: float = 0.0
     dead: float = 0.0
-    #: Hosts that die do so within so many seconds.
+    #: The seconds within which hosts die.
     within: float = 0.0
-    #: Pieces that come to all hosts together, at most.
+    #: The most pieces that arrive at all hosts together.
     arrivals: int = ARRIVALS
-    #: In place of the strategy's.
+    #: Used in place of the strategy's.
     policy: Policy | None = None
 
     @property
@@ -85,27 +85,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """The result of a simulation."""
 
     case: Case
     pieces: int
-    #: When hosts had all of it, in seconds, sorted; and when the last one had it whose link is not slow.
+    #: When hosts had the whole version, in seconds, sorted; and when the last host without a slow link had it.
     finished: tuple[float, ...]
     last_sound: float
-    #: Hosts that live and never had all.
+    #: The number of hosts that live and never had the whole version.
     unfinished: int
-    #: Bytes that the origin, the busiest other host, and all together sent.
+    #: Bytes that the origin, the busiest other host, and all hosts together sent.
     origin: float
     busiest: float
     sent: float
 
     def at(self, part: float) -> float:
-        """Return when a part of the hosts that finished had all of it."""
+        """Return when this fraction of the hosts that finished had the whole version."""
         return self.finished[ceil(part * len(self.finished)) - 1] if self.finished else float("inf")
 
 
 def simulate(case: Case) -> Outcome:
-    """Let it happen."""
+    """Run one simulation."""
     chance = Random(case.seed)
     pieces = list(cut([case.nbytes], [0], case.piece))
     drawn = chance.sample(range(1, case.hosts + 1), case.hosts)
@@ -228,7 +228,7 @@ def pictures(
 
 
 def _growth(outcome: Outcome) -> list[tuple[float, float]]:
-    """Return how many of all hosts, in %, have all of it by which second."""
+    """Return points: a second, and how many of all hosts, in %, have the whole version by then."""
     share = 100 * len(outcome.finished) / outcome.case.hosts
     return [(outcome.at(n / 100), n / 100 * share) for n in range(1, 101)] if outcome.finished else []
 
@@ -238,7 +238,7 @@ def _key(strategy: str, hosts: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate all, print the tables, and write them."""
+    """Simulate all cases, print the tables, and write them."""
     options = parse(arguments)
     costs = Costs(latency=options.latency, open=options.open)
     plain = Case("", 0, options.size, options.link, costs, options.seed)

@@ -1,9 +1,10 @@
 """Which figures of a run are worse than those of another: ``python -m benchmarks.compare OLD.json NEW.json``.
 
 A figure is worse if its median is worse by more than 5 % and its samples and those of the old run do not overlap: the
-best of the new ones is worse than the worst of the old ones. Where either run has fewer than three samples, its value
-counts alone, and has to be worse by more than 25 %. Figures that only one of the runs has, or that say nothing about
-better and worse, are left out. Runs of different machines, devices or sizes are compared as well, with a warning.
+best new sample is worse than the worst old one. If either run has fewer than three samples, only the values are
+compared, and the new one has to be worse by more than 25 %. Figures that only one of the runs has, or for which neither
+more nor less is better, are left out. Runs of different machines, devices or sizes are compared as well, with a
+warning.
 
 The status is 1 if a figure is worse, else 0.
 """
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 BETTER = {"GB/s": "more", "requests/s": "more", "s": "less", "ms": "less", "MB": "less"}
-"""Which values of a unit are better."""
+"""Whether more or less is better, by unit."""
 
 MARGIN = 0.05
-"""The part of a median that is not told from noise, even where samples do not overlap."""
+"""The part of a median that may be noise, even if the samples do not overlap."""
 
 MARGIN_ALONE = 0.25
 """The same for values without samples."""
@@ -77,7 +78,7 @@ def _is_worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     better = new.get("better") or BETTER.get(new["unit"], "")
     if not better or old["unit"] != new["unit"] or not old["value"] or new["value"] is None:
         return False
-    # Of what is better when it is more, the negative is better when it is less.
+    # If more is better, the sign is changed, so that less is better.
     sign = -1 if better == "more" else 1
     loss = sign * (new["value"] - old["value"]) / abs(old["value"])
     if min(len(old["samples"]), len(new["samples"])) < SAMPLES:

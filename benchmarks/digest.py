@@ -1,6 +1,6 @@
 """Rate of a device's digest, in GB/s, compared with a copy of the same bytes within the device.
 
-Both take turns in one process with ``Pool.check()``, which also asks the broker for the digest to compare with.
+Digest and copy alternate in one process with ``Pool.check()``, which also asks the broker for the digest to compare.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from cubroker.driver import Context, Driver
 from cubroker.driver.buffers import round_up
 
 SIZES = {"2 MiB": 2 << 20, "64 MiB": 64 << 20, "1 GiB": 1 << 30, "16 GiB": 16 << 30, "64 GiB": 64 << 30}
-"""Bytes. Measured are those up to half of a GPU, or up to a pool's size on host devices."""
+"""Bytes. Sizes up to half of a GPU are measured, or up to a pool's size on host devices."""
 
 MANY = 723
 """Allocations of the least size, as in a pool with one allocation per tensor."""
@@ -54,7 +54,7 @@ class Clock:
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure; two devices only where two reach each other."""
+    """Measure; two devices only if two reach each other."""
     figures = _contexts(plan)
     total = driver.load(plan.devices).devices[0].total
     largest = total // 2 if plan.gpu else plan.nbytes
@@ -71,7 +71,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def _share(owner: Child, opener: Child, kind: str, nbytes: int) -> Times:
-    """Have one process create and export, and another one open, ``ROUNDS`` times; return the times of both."""
+    """Have one process create and export, and another open, ``ROUNDS`` times; return the times of both processes."""
     for _ in range(1 + ROUNDS):
         handle = owner.ask(kind, nbytes)
         opener.ask(kind, handle, nbytes)
@@ -102,7 +102,7 @@ def _settled(clock: Clock) -> dict[str, list[float]]:
 
 
 def own(connection: Connection, devices: str, uuid: str | None = None) -> None:
-    """In the owner: create, send the handle, and release with the next message."""
+    """In the owner: create, send the handle, and release after the next message."""
     opened, context = _start(devices, uuid)
     clock = Clock()
     for kind, nbytes in questions(connection):
@@ -111,7 +111,7 @@ def own(connection: Connection, devices: str, uuid: str | None = None) -> None:
             continue
         with _OWNED[kind](opened, context, clock, nbytes) as handle:
             connection.send(handle)
-            connection.recv()  # the other process has closed it
+            connection.recv()  # the other process has closed the handle
         connection.send(None)
 
 
@@ -254,7 +254,7 @@ def make_context(connection: Connection, devices: str) -> None:
     clock = Clock()
     clock.take("make", lambda: opened.context(opened.devices[0].index))
     connection.send(clock.times["make"][0])
-    for _ in questions(connection):  # none comes
+    for _ in questions(connection):  # none arrives; this waits for the parent
         pass
 
 

@@ -1,13 +1,15 @@
-"""Rate of a fetch from another broker, in GB/s, beside a copy of the same bytes without cubroker.
+"""Rate of a fetch from another broker, in GB/s, compared with a copy of the same bytes without cubroker.
 
-The exporter and the process that fetches run on this machine. On GPUs one broker has the first and one the last GPU,
-NIXL chooses what goes between them, unless ``UCX_TLS`` does, and the bound is a plain copy between them. On host
-devices the two brokers are in network namespaces of their own, joined by a link whose rate the kernel limits, and the
-bound is a stream of bytes through a socket over the same link; that takes root, ``ip`` and ``tc``. There, three hosts
-also fetch at once from a fourth one: by turns with exporters of their own, by which they pass on what they have, and
-without.
+The exporter and the process that fetches run on this machine.
 
-Rows need NIXL (``cubroker[nixl]``), and are left out without.
+- On GPUs one broker has the first GPU and one the last. NIXL chooses the transport between them, unless ``UCX_TLS``
+  does. The bound is a plain copy between them.
+- On host devices each of the two brokers is in its own network namespace. The kernel limits the rate of the link
+  between them. The bound is a stream of bytes through a socket over the same link. This needs root, ``ip`` and ``tc``.
+  There, three hosts also fetch at the same time from a fourth one, alternately with exporters of their own, which pass
+  on what the hosts have, and without.
+
+Without NIXL (``cubroker[nixl]``) there are no rows.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ CHUNK = 1 << 20
 HOST = "127.0.0.1"
 
 MOST = 10**9
-"""Bytes of a pool between GPUs, at most: over TCP they come slowly."""
+"""The most bytes of a pool between GPUs, since TCP is slow."""
 
 LINKS = {"200 Mbit/s": 64 << 20, "1 Gbit/s": 256 << 20}
 """Limits of links, and bytes of the pools that go over them."""
 
 TOGETHER = "100 Mbit/s", 128 << 20
-"""The same for several hosts at once: so slow that bytes take longer than processes, which share this machine."""
+"""The same for several hosts: so slow that the bytes take longer than the processes, which share this machine."""
 
 RECEIVE = """
 import socket, sys, time
@@ -119,7 +121,7 @@ def _over_link(name: str, nbytes: int) -> list[Figure]:
 
 
 def _stream(one: Host, two: Host, nbytes: int) -> float:
-    """Return the seconds of a stream of so many bytes through a socket from one host to the other."""
+    """Return the seconds of a stream of ``nbytes`` bytes through a socket from one host to the other."""
     send = [*one.before, sys.executable, "-c", SEND, one.address, str(nbytes)]
     with subprocess.Popen(send, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdout is not None
@@ -128,11 +130,11 @@ def _stream(one: Host, two: Host, nbytes: int) -> float:
         return float(subprocess.run(receive, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-# -- several hosts at once -----------------------------------------------------------------------------
+# -- several hosts at the same time --------------------------------------------------------------------
 
 
 def _together(name: str, nbytes: int) -> list[Figure]:
-    """Have three hosts fetch at once from a fourth one."""
+    """Have three hosts fetch at the same time from a fourth one."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         return []
     from tests import cluster  # whose hosts are namespaces
@@ -165,7 +167,7 @@ def _together(name: str, nbytes: int) -> list[Figure]:
 
 
 def _fetched(one: Host, others: Sequence[Host], *, passing_on: bool) -> float:
-    """Have hosts fetch at once, with exporters of their own if they pass on; return the seconds that it took."""
+    """Have hosts fetch at the same time, with their own exporters if they pass on; return the seconds it took."""
     with ExitStack() as undo:
         for host in others if passing_on else ():
             undo.enter_context(host.exporting())
@@ -176,7 +178,7 @@ def _fetched(one: Host, others: Sequence[Host], *, passing_on: bool) -> float:
         took = perf_counter() - began
     if failed := [why for process, (_, why) in zip(processes, told, strict=True) if process.returncode]:
         raise RuntimeError(f"a fetch failed: {failed}")
-    for host in others:  # or they would have it the next time
+    for host in others:  # else they would have the version the next time
         with Broker(host.broker.directory) as broker:
             broker.retire(POOL)
     return took

@@ -1,8 +1,8 @@
 """Time from a writer's ``seal()`` to the new version in a process that follows the pool, in milliseconds.
 
-The writer seals the next version when it has heard that the one before is in use. The follower is woken by a watch of
-the pool, and no more; or it attaches to each version, or switches its pool to it, and looks at its bytes when the clock
-was read. Both processes read the same clock.
+The writer seals the next version when the follower has reported that it uses the one before. The follower is only woken
+by a watch of the pool; or it attaches to each version, or switches its pool to each version, and checks the bytes after
+it has read the clock. Both processes read the same clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cubroker.protocol import Layout
 
 POOL = "policy"
 MARKED = "model.norm.weight"
-"""The tensor that says which version it is."""
+"""The tensor that contains the number of the version."""
 
 WARM = 5
 """Versions that are not counted."""
@@ -35,9 +35,9 @@ WAYS = (
     ("attached", "vmm"),
     ("switched", "vmm"),
 )
-"""How the follower takes a version, and the share kind: what is shared as ``ipc`` cannot be switched.
+"""How the follower gets a version, and the share kind: an ``ipc`` pool cannot be switched.
 
-Sealed in place, a draft stays mapped in its writer, which else unmaps it first.
+A draft that is sealed in place stays mapped in its writer; otherwise the writer unmaps it first.
 """
 
 
@@ -82,7 +82,7 @@ def _seal(broker: Broker, layout: Layout, share: str, number: int, *, in_place: 
 
 
 def wake(connection: Connection, directory: Path, _gpu: bool, _way: str, rounds: int) -> None:
-    """In a worker that watches the pool: send each version and when it was heard of."""
+    """In a worker that watches the pool: send each version and when the worker was woken for it."""
     with Broker(directory) as broker, broker.watch(POOL) as watch:
         next(watch)  # the version that is there
         connection.send("there")
@@ -101,7 +101,7 @@ def follow(connection: Connection, directory: Path, gpu: bool, way: str, rounds:
         versions = pool.follow(switch=True) if way == "switched" else broker.follow(POOL)
         while rounds:
             version = next(versions)
-            if version == first:  # which a Broker's follower returns, too
+            if version == first:  # `Broker.follow` returns this one, too
                 continue
             before = pool
             if way == "attached":

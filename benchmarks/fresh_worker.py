@@ -1,7 +1,7 @@
 """A fresh worker, as a program: it has torch and a context, then imports cubroker, connects, attaches and makes views.
 
 ``python -m benchmarks.fresh_worker DIRECTORY POOL DEVICES`` prints a line of JSON with the milliseconds of each step.
-It imports nothing of cubroker before the clock runs, and so nothing of the other benchmarks.
+It imports nothing of cubroker before the clock runs, and therefore none of the other benchmarks.
 """
 
 from __future__ import annotations

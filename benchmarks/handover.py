@@ -1,11 +1,11 @@
-"""Time from a trainer's tensors to a worker's on the same device, in milliseconds, in two ways that take turns.
+"""Time from a trainer's tensors to a worker's on the same device, in milliseconds, in two ways that alternate.
 
 - Publish and switch: the trainer publishes its tensors, and the worker, which follows the pool, switches to them.
 - Buckets: how weights are handed over through torch's CUDA IPC today. Two buffers are exported once. The trainer copies
   tensors into one while the worker copies out of the other into its own parameters, and both tell each other.
 
-The clock runs from the trainer's call until it hears that the worker's tensors are new. On host devices torch's tensors
-are in ordinary memory, and its buffers in shared memory.
+The clock runs from the trainer's call until the worker reports that its tensors are new. On host devices torch's
+tensors are in ordinary memory, and the buffers in shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDS = 10
 WARM = 2
 
 Bucket = list[tuple[str, int, tuple[int, ...]]]
-"""Tensors that are handed over at once: the name, the place in a buffer, and the shape of each."""
+"""Tensors that are handed over together: the name, the place in a buffer, and the shape of each."""
 
 
 def measure(plan: Plan) -> list[Figure]:
@@ -57,7 +57,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def buckets_of(tensors: model_weights.Tensors) -> list[Bucket]:
-    """Share the tensors out, in order, to buckets; each begins at a multiple of 256 bytes."""
+    """Divide the tensors, in order, into buckets; each tensor begins at a multiple of 256 bytes."""
     limit = bucket_bytes(tensors)
     buckets: list[Bucket] = [[]]
     place = 0
@@ -81,7 +81,7 @@ def _padded(shape: tuple[int, ...]) -> int:
 
 
 def views(buffers: torch.Tensor, buckets: Iterable[Bucket]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each bucket, as views of the two buffers by turns."""
+    """Yield the tensors of each bucket, as views of the two buffers alternately."""
     import torch
 
     for number, bucket in enumerate(buckets):
@@ -121,14 +121,14 @@ def train(
             _through_buckets(worker, weight, filled, gpu=gpu)
             times.append((published, perf_counter() - began))
         worker.send("end")
-        _hear(worker, "end")  # it has the buffers until then
+        _hear(worker, "end")  # the worker has the buffers until then
     connection.send(times)
 
 
 def _through_buckets(
     worker: Connection, weight: dict[str, torch.Tensor], filled: list[dict[str, torch.Tensor]], *, gpu: bool
 ) -> None:
-    """Copy into a buffer once the worker has copied out what it held before."""
+    """Copy into a buffer once the worker has copied the buffer's content before out."""
     for number, bucket in enumerate(filled):
         if number > 1:
             _hear(worker, number - 2)
@@ -143,7 +143,7 @@ def _through_buckets(
 def take(
     connection: Connection, trainer: Connection, directory: Path, gpu: bool, tensors: model_weights.Tensors
 ) -> None:
-    """In the worker: take part, and look at the tensors of both ways in each round."""
+    """In the worker: take part in both ways, and check the tensors of both in each round."""
     import torch
     import torch.multiprocessing
 

@@ -1,4 +1,4 @@
-"""The harness of all benchmarks: a broker in a temporary directory, child processes, and one benchmark by itself."""
+"""The harness of all benchmarks: a broker in a temporary directory, child processes, and a run of one benchmark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEAVING = 10.0
 """Seconds that a child has to end."""
 
 processes = multiprocessing.get_context("spawn")
-"""How children are started: with nothing of ours, as workers have nothing of their broker's. The tests fork them."""
+"""How children are started: without state of this process, as workers have none of the broker's. Tests fork them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunningBroker:
 
     directory: Path
     pid: int
-    #: What its keeper has said since it first served, and when, by the clock of all processes.
+    #: The lines of its keeper's log since it first served, and when they were written, by the monotonic clock.
     said: list[tuple[float, str]]
 
 
@@ -53,8 +53,8 @@ def serving(devices: str, *, kept: bool = False, before: tuple[str, ...] = ()) -
 
     Args:
         devices: its devices.
-        kept: it runs under ``cubroker keep``: it has a store, and a killed broker is replaced without a pause.
-        before: a module that runs the broker's, and the arguments before that.
+        kept: whether it runs under ``cubroker keep``: with a store, and a killed broker is replaced without a pause.
+        before: a module that runs the broker's module, and the arguments before that.
     """
     with tempfile.TemporaryDirectory(prefix="cubroker-bench-") as directory:
         command = python_command(*before, "cubroker.server", directory, "--devices", devices)
@@ -84,7 +84,7 @@ def _await_ready(log: IO[str]) -> None:
 
 
 def _hear(log: IO[str], said: list[tuple[float, str]]) -> None:
-    """Note what the keeper says, and print the broker's warnings and errors, up to its end."""
+    """Record the lines of the keeper, and print the broker's warnings and errors, until the log ends."""
     for line in log:
         if line.startswith("cubroker keep: "):
             said.append((monotonic(), line))
@@ -157,7 +157,7 @@ def answer_of(function: Callable[..., None], *arguments: Any, patience: float = 
 
 
 def beside_broker(devices: str, function: Callable[..., None], *arguments: Any) -> Any:
-    """Return the same for ``function(connection, directory, *arguments)``, with the directory of a fresh broker."""
+    """Return the answer of ``function(connection, directory, *arguments)``, with the directory of a fresh broker."""
     with serving(devices) as server:
         return answer_of(function, server.directory, *arguments)
 
@@ -200,7 +200,7 @@ def one_allocation(nbytes: int) -> Layout:
 def run_alone(measure: Callable[[Plan], Iterable[Figure]]) -> None:
     """Parse the command line, run one benchmark, and publish its figures under the module's name.
 
-    If it fails, or is interrupted, it publishes those that it has.
+    If the benchmark fails, or is interrupted, publish the figures that it has yielded.
     """
     name = Path(sys.argv[0]).stem
     plan = parse(f"python -m benchmarks.{name}")

@@ -1,7 +1,7 @@
 """Rate of a load from the page cache to a device, in GB/s, compared with its bound and with other loaders.
 
-The bound is the copy of a pinned buffer. Loads and pinned copies take turns in several processes, one after the other:
-the first load of each is told from those that follow.
+The bound is the copy of a pinned buffer. Loads and pinned copies alternate in several processes, one process after the
+other. The first load of each process is distinguished from those that follow.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LATER = 3
 PIECE = 1 << 30
 
 SCRUBBING = 0.3
-"""Seconds that the driver may take to scrub memory of 8 GB that was freed. Copies are slower meanwhile: a pinned one
-of 8 GB took 164 ms right after that, and else 145."""
+"""Seconds that the driver may take to scrub 8 GB of freed memory. Copies are slower during that time: a pinned copy of
+8 GB took 164 ms right after the memory was freed, and otherwise 145."""
 
 
 class Turn(NamedTuple):
@@ -100,7 +100,7 @@ def _others(plan: Plan, path: Path, size: int, expected: str) -> dict[str, Figur
 def take_turns(
     connection: Connection, directory: Path, devices: str, path: Path, size: int, share: str, check: bool
 ) -> None:
-    """In a child: send each turn; the first is that of the process's first load."""
+    """In a child: send each turn; the first one has the process's first load."""
     turns = []
     with Broker(directory) as broker, pinned_copy(devices, size) as copy:
         copy()
@@ -115,7 +115,7 @@ def take_turns(
 
 
 def retire(broker: Broker, pool: str) -> None:
-    """Take a pool out of service, and return when its memory is free, and nothing of that slows what comes next."""
+    """Take a pool out of service; return when its memory is free, and freeing it slows the next step no more."""
     broker.retire(pool)
     while broker.pools():
         sleep(0.001)
@@ -130,7 +130,7 @@ def pinned_copy(devices: str, size: int) -> Iterator[Callable[[], None]]:
     pieces = [(offset, min(PIECE, size - offset)) for offset in range(0, size, PIECE)]
     pointer = context.allocate(size)
     with context.pin(min(PIECE, size)) as buffer, context.stream() as stream:
-        buffer.view[:] = bytes(len(buffer.view))  # to have the pages in memory
+        buffer.view[:] = bytes(len(buffer.view))  # so that its pages are in memory
 
         def copy() -> None:
             for offset, nbytes in pieces:
@@ -144,7 +144,7 @@ def pinned_copy(devices: str, size: int) -> Iterator[Callable[[], None]]:
 def load_bytes_by_safetensors(connection: Connection, path: Path) -> None:
     """In a child: send the seconds of each load into host memory by safetensors itself.
 
-    There its ``load_file`` maps the file and copies nothing, so that the bytes are read instead.
+    Its ``load_file`` for host memory maps the file and copies nothing, so the bytes are read instead.
     """
     from safetensors.torch import load as load_bytes
 

@@ -1,4 +1,4 @@
-"""Seconds of ``cubroker load`` from exec to exit, and of a load that fails at once: what it takes beside copying."""
+"""Seconds of ``cubroker load`` from exec to exit, and of a load that fails immediately: its cost without copying."""
 
 from __future__ import annotations
 

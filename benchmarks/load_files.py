@@ -1,7 +1,7 @@
 """Loads of checkpoints of other shapes: one small file, a hundred files, twenty shards, and files that are not cached.
 
-Loads and pinned copies take turns in one process. The bound of files that are not cached is reading them past the page
-cache, with as many threads and bytes at a time as are fastest here.
+Loads and pinned copies alternate in one process. The bound of files that are not cached is reading them past the page
+cache, with the number of threads and the bytes at a time that are fastest here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cubroker.client.loading.loader import load
 ROUNDS = 5
 COLD_ROUNDS = 3
 SMALL_PART, COLD_PART = 8, 4
-"""Parts of the plan's bytes that the one file has, and the files that are not cached."""
+"""By what the plan's bytes are divided for the one file, and for the files that are not cached."""
 
 FILES, SHARDS = 100, 20
 DIRECT = tuple(product((8, 32), (1 << 20, 8 << 20)))
@@ -63,7 +63,7 @@ def measure(plan: Plan) -> Iterator[Figure]:
 
 
 def _fitting(plan: Plan) -> int:
-    """Return how large a checkpoint can be, up to the plan's: it lies in files, in the page cache and on the device."""
+    """Return how large a checkpoint can be, up to the plan's size: in files, in the page cache and on the device."""
     device = driver.load(plan.devices).devices[0].total
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     disk = shutil.disk_usage(tempfile.gettempdir()).free

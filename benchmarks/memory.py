@@ -49,7 +49,7 @@ def attach_and_weigh(connection: Connection, directory: Path, devices: str) -> N
         tensors = state_dict(pool)
         after, _ = context.memory()
         connection.send((before - after) / 1e6)
-        for _ in questions(connection):  # none comes; this waits for the parent
+        for _ in questions(connection):  # none arrives; this waits for the parent
             pass
         del tensors
         pool.close()
@@ -63,7 +63,7 @@ def _resident(pid: int) -> float:
 def _gateway(broker: int) -> int:
     """Return the process id of a broker's gateway."""
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             if (
                 _status(process, "PPid") == broker
                 and b"cubroker.server.transport.gateway" in (process / "cmdline").read_bytes()

@@ -17,7 +17,7 @@ from cubroker.client import Broker
 from cubroker.client.loading.verify import verify
 
 PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-"""Where files are written: in memory if there is room, else on disk, and so in the page cache."""
+"""Where files are written: in memory if there is room, else on disk, where they are in the page cache."""
 
 LAYERS = 80
 BLOCK = 64 << 20
@@ -64,7 +64,7 @@ def in_memory(of: Tensors) -> Iterator[Path]:
 
 @contextmanager
 def folder(nbytes: int, places: Sequence[Path] = PLACES) -> Iterator[Path]:
-    """Yield an empty folder in the first of these places that has room for so many bytes."""
+    """Yield an empty folder in the first of these places that has room for ``nbytes`` bytes."""
     for place in places:
         if place.is_dir() and shutil.disk_usage(place).free > nbytes * 5 // 4:
             with tempfile.TemporaryDirectory(prefix="cubroker-bench-", dir=place) as made:
@@ -74,7 +74,7 @@ def folder(nbytes: int, places: Sequence[Path] = PLACES) -> Iterator[Path]:
 
 
 def parts(of: Tensors, count: int) -> list[Tensors]:
-    """Cut tensors into so many runs of about as many bytes, none of them empty."""
+    """Cut tensors into ``count`` runs of about equal bytes, none of them empty."""
     ends = [total(of) * (number + 1) / count for number in range(count)]
     cut: list[Tensors] = [[]]
     done = 0
@@ -110,6 +110,6 @@ def _noise() -> bytes:
 
 
 def check(broker: Broker, pool: str, paths: Path | Sequence[Path], device: str | None = None) -> None:
-    """Raise ``RuntimeError`` unless a pool has what is in its files."""
+    """Raise ``RuntimeError`` unless a pool has the content of its files."""
     if differences := verify(broker, pool, paths, device=device).differences:
         raise RuntimeError(f"the pool differs from its files: {differences[:3]}")

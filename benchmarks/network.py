@@ -1,12 +1,12 @@
-"""A network of hosts in simulated time: what is sent over it takes as long as the links between allow.
+"""A network of hosts in simulated time, in which a transfer takes as long as the links allow.
 
-Each host has one link, which carries its rate in both directions at once, into a fabric that is never the bottleneck.
-Connections that share a link share it in the max-min fair way: no connection can have more unless one with less had
-less still. A connection brings pieces one after the other, in the order in which they were asked for; a piece begins a
-latency after it was asked for, at the earliest.
+Each host has one link, which carries its rate in both directions at the same time, into a fabric that is never the
+bottleneck. Connections that share a link share it in the max-min fair way: no connection can get more unless one that
+has less gets even less. A connection delivers pieces one after the other, in the order in which they were asked for. A
+piece begins a latency after it was asked for, at the earliest.
 
-Rates are computed anew once in a while, not at every change, since that takes longest: a connection that begins gets
-what its two links have free until then, and what one leaves stays free.
+Rates are computed again at intervals, not at every change, since that takes most of the time. Until then, a connection
+that begins gets what is free on its two links, and the rate of a connection that ends stays free.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
 EPSILON = 1e-9
-"""A rate that changes by less than this part of it stays, and so do free parts of a link below it."""
+"""Rates that differ by less than this fraction count as equal."""
 
 
 class Connection:
-    """The way of pieces from one host to another."""
+    """A connection that carries pieces from one host to another."""
 
     __slots__ = ("_turn", "brought", "closed", "left", "queue", "rate", "reader", "settled", "source")
 
     def __init__(self, source: int, reader: int, brought: Callable[[Hashable], None]) -> None:
         self.source = source
         self.reader = reader
-        #: Called with every piece that has come.
+        #: Called with every piece that has arrived.
         self.brought = brought
-        #: Pieces that are asked for: what they are, their bytes, and when they begin at the earliest.
+        #: Pieces that were asked for: the piece, its bytes, and when it begins at the earliest.
         self.queue: deque[tuple[Hashable, float, float]] = deque()
-        #: Bytes a second now; bytes of the first piece that are to come, when that was reckoned last.
+        #: Bytes a second now; bytes of the first piece that had not arrived at the time ``settled``; that time.
         self.rate = 0.0
         self.left = 0.0
         self.settled = 0.0
@@ -46,7 +46,7 @@ class Network:
     Args:
         rates: bytes a second of each host's link, in each direction.
         latency: seconds from asking for a piece to its first byte.
-        pace: seconds between two computations of rates, at least, if anything has changed.
+        pace: the least seconds between two computations of rates; there is none if nothing has changed.
     """
 
     def __init__(self, rates: Sequence[float], latency: float = 0.0, pace: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class Network:
         self._capacity = [*rates, *rates]
         self._free = [*self._capacity]
         self._hosts = len(rates)
-        #: Connections that bring something now, in a fixed order.
+        #: Connections that carry a piece now, in a fixed order.
         self._active: dict[Connection, None] = {}
         self._of: list[dict[Connection, None]] = [{} for _ in self._capacity]
         self._numbers = count()
@@ -70,11 +70,11 @@ class Network:
         self._shared = float("-inf")
 
     def at(self, when: float, what: Callable[..., None], *arguments: object) -> None:
-        """Call something at a time."""
+        """Call ``what`` at the time ``when``."""
         heappush(self._events, (max(when, self.now), next(self._numbers), what, arguments))
 
     def run(self, until: float = float("inf")) -> None:
-        """Let time pass until nothing is to happen any more, or a time."""
+        """Let time pass until no events are left, or until the time ``until``."""
         events = self._events
         while events and events[0][0] <= until:
             self.now, _, what, arguments = heappop(events)
@@ -83,14 +83,14 @@ class Network:
     # -- connections -------------------------------------------------------------------------------
 
     def ask(self, connection: Connection, piece: Hashable, nbytes: float) -> None:
-        """Have a connection bring a piece, after those that it was asked for before."""
+        """Have a connection deliver a piece, after those that it was asked for before."""
         begins = self.now + self._latency
         connection.queue.append((piece, nbytes, begins))
         if len(connection.queue) == 1 and connection not in self._active:
             self._await(connection)
 
     def close(self, connection: Connection) -> None:
-        """Have a connection bring nothing more; what has come of a piece stays counted as sent."""
+        """Have a connection deliver nothing more; bytes of an unfinished piece stay counted as sent."""
         if not connection.closed:
             self._settle(connection)
             self._stop(connection)
@@ -98,7 +98,7 @@ class Network:
             connection.closed = True
 
     def kill(self, host: int) -> None:
-        """Have a host send and receive nothing any more; the others notice nothing."""
+        """Have a host send and receive nothing any more; other hosts are not notified."""
         self.dead[host] = True
         for link in (host, self._hosts + host):
             for connection in [*self._of[link]]:
@@ -128,7 +128,7 @@ class Network:
             self._change()
 
     def _stop(self, connection: Connection) -> None:
-        """Take a connection that brings nothing off its links."""
+        """Remove a connection that carries nothing from its links."""
         if connection not in self._active:
             return
         del self._active[connection]
@@ -138,12 +138,12 @@ class Network:
             if self._of[link]:
                 self._change()
             else:
-                self._free[link] = self._capacity[link]  # what roundings leave does not add up
+                self._free[link] = self._capacity[link]  # so that rounding errors do not add up
         connection.rate = 0.0
         connection._turn += 1
 
     def _settle(self, connection: Connection) -> None:
-        """Count what a connection has brought since that was done last."""
+        """Count the bytes that a connection has carried since the last call."""
         nbytes = min(connection.left, connection.rate * (self.now - connection.settled))
         connection.left -= nbytes
         connection.settled = self.now
@@ -151,7 +151,7 @@ class Network:
         self.received[connection.reader] += nbytes
 
     def _set(self, connection: Connection, rate: float) -> None:
-        """Have a connection go on at another rate."""
+        """Change the rate of a connection."""
         self._settle(connection)
         for link in (connection.source, self._hosts + connection.reader):
             self._free[link] += connection.rate - rate
@@ -164,7 +164,7 @@ class Network:
             self.at(self.now + connection.left / connection.rate, self._end, connection, connection._turn)
 
     def _end(self, connection: Connection, turn: int) -> None:
-        """Hand over a piece that has come, unless the rate has changed since that was expected, and begin the next."""
+        """Deliver a piece that has arrived, and begin the next; do nothing if the rate has changed since ``turn``."""
         if turn != connection._turn:
             return
         self.sent[connection.source] += connection.left
@@ -190,7 +190,7 @@ class Network:
             self.at(self._shared + self._pace, self._share)
 
     def _share(self) -> None:
-        """Compute all rates: the link that has least for each of its connections first, and so on."""
+        """Compute all rates, beginning with the link that has the least for each of its connections."""
         self._due = False
         self._shared = self.now
         free = [*self._capacity]

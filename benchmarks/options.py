@@ -13,7 +13,7 @@ from cubroker.driver import load
 GPU_BYTES = 8 * 10**9
 HOST_BYTES = 256 * 10**6
 DEFAULT_SIZES = {True: GPU_BYTES, False: HOST_BYTES}
-"""Bytes of a pool on GPUs, and on others."""
+"""Bytes of a pool on GPUs (True), and on host devices."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kMG]?)B?")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def few(self) -> int:
-        """How often something slow is measured, such as what needs a fresh process each time."""
+        """How often something slow is measured, such as one that needs a fresh process each time."""
         return max(1, self.rounds // 10)
 
     @property
@@ -76,7 +76,7 @@ def neighbours(plan: Plan) -> tuple[str, str] | None:
 
 
 def byte_count(text: str) -> int:
-    """Read a size such as 8GB, as ``argparse`` has types."""
+    """Return the bytes of a size such as 8GB; a type for ``argparse``."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8GB or 256MB")

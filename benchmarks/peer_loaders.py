@@ -1,6 +1,6 @@
-"""Other loaders of safetensors files to one GPU, each as its documentation says, and their rates beside ours.
+"""Other loaders of safetensors files to one GPU, each used as its documentation says, and their rates.
 
-They are measured where they are installed. One that fails gives a row that says why, and stops nothing.
+A loader is measured if it is installed. If it fails, its row says why, and the other loaders are still measured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Tensors = dict[str, Any]
 
 
 class Loader(NamedTuple):
-    """One of them."""
+    """Another loader."""
 
-    #: What the rows call it.
+    #: Its name in the rows.
     title: str
-    #: The package that has it.
+    #: The package that contains it.
     package: str
     #: Yields the tensors of files, on the GPU.
     load: Callable[[Sequence[Path]], Any]
@@ -76,7 +76,7 @@ def by_fastsafetensors(paths: Sequence[Path]) -> Iterator[Tensors]:
 
 @contextmanager
 def by_runai(paths: Sequence[Path]) -> Iterator[Tensors]:
-    """Load with the Run:ai streamer; what it hands out may be its own buffer, so that tensors are copied to be kept."""
+    """Load with the Run:ai streamer; its tensors may be in its own buffer, so they are copied to be kept."""
     from runai_model_streamer import SafetensorsStreamer
 
     tensors: Tensors = {}

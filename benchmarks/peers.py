@@ -1,7 +1,7 @@
 """Time of a worker's first access to a pool on another device, in milliseconds, compared with its own device.
 
-A fresh process each time, its context up: ``attach()``, then a first copy within the worker's device, or from the
-other one. Either of the two may set up the direct access between devices, so compare their sum.
+Each time a fresh process, whose context is up, calls ``attach()``, and then makes a first copy within the worker's
+device, or from the other one. Either call may set up the direct access between devices, so compare their sum.
 """
 
 from __future__ import annotations

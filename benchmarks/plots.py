@@ -1,4 +1,4 @@
-"""Plots of lines as SVG, both axes logarithmic or the second one linear, with a name at the end of each line."""
+"""Line plots as SVG, with both axes logarithmic or the vertical one linear, and a name at the end of each line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 860, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 48, 54
 COLOURS = ("#7f7f7f", "#cc79a7", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#009e73")
-"""Told apart by most of those who see colours differently."""
+"""Colours that most people with colour blindness can tell apart."""
 
 SPACING = 16.0
-"""Between the names of two lines, at least."""
+"""The least distance between the names of two lines."""
 
 
 class _Axis:
@@ -29,7 +29,7 @@ class _Axis:
         return self._begin + (here - low) / (high - low or 1) * (self._end - self._begin)
 
     def ticks(self) -> list[float]:
-        """Return round values within."""
+        """Return round values between the ends of the axis."""
         if not self._log:
             return [self.least + (self.most - self.least) * part / 4 for part in range(5)]
         decades = range(floor(log10(self.least)), floor(log10(self.most)) + 1)
@@ -47,15 +47,15 @@ def lines(
     span: tuple[float, float] | None = None,
     dots: bool = True,
 ) -> str:
-    """Return a picture of lines.
+    """Return a line plot as SVG.
 
     Args:
-        title: above the picture.
-        across: what the horizontal axis, which is logarithmic, has.
-        up: what the vertical axis has.
-        series: the points of each line, by its name; without points a line is left out, and the others' colours stay.
-        ticks: of the horizontal axis; by default round values.
-        span: the ends of the vertical axis, which is linear then; by default it is logarithmic.
+        title: the title above the plot.
+        across: the quantity of the horizontal axis, which is logarithmic.
+        up: the quantity of the vertical axis.
+        series: the points of each line, by its name; a line without points is left out, and the other colours stay.
+        ticks: the ticks of the horizontal axis; by default round values.
+        span: the ends of the vertical axis, which is then linear; by default it is logarithmic.
         dots: whether each point is marked.
     """
     points = [point for each in series.values() for point in each]

@@ -1,9 +1,9 @@
-"""Publishing a model's tensors: rates in GB/s beside a plain copy of the same bytes on the same device, and the call.
+"""Publishing a model's tensors: rates in GB/s compared with a plain copy on the same device, and the time of the call.
 
-The tensors are torch's, on the first device: on a GPU where the devices are, else in host memory. Plain copies, copies
-of the tensors one by one without a publication, and publications take turns in one process; one more publishes the pool
-itself again. Each begins when the memory of the version before the last is free, as it is between two steps of a
-training. A model of 5.5 GB is measured too, where the size that was asked for is not less.
+The tensors are torch's, on the first device: on a GPU if the devices are GPUs, else in host memory. In one process,
+plain copies alternate with copies of the tensors one by one without a publication, and then publications of the tensors
+with publications of the pool itself. Each publication begins when the memory of the version before the last is free, as
+between two steps of a training. A model of 5.5 GB is measured too, if the size that was asked for is larger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS = 10
 WARM = 2
 
 SMALLER = 5_500_000_000
-"""Bytes of the model for which a time is aimed at."""
+"""Bytes of the model for which there is a target time."""
 
 SPARE = 4 << 20
 """Bytes that the memory of a version may have beyond its layout."""
@@ -90,7 +90,7 @@ def publish_by_turns(connection: Connection, directory: Path, tensors: model_wei
 
 @contextmanager
 def copies(context: Context, layout: Layout) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Yield a copy of all bytes between two allocations, and one of the tensors, which lie in another order there."""
+    """Yield two functions: one copies all bytes between two allocations, one the tensors, in another order."""
     (nbytes,) = layout.allocations
     target, source = context.allocate(nbytes), context.allocate(nbytes)
     mixed = random.Random(1).sample(layout.tensors, len(layout.tensors))
@@ -114,7 +114,7 @@ def copies(context: Context, layout: Layout) -> Iterator[tuple[Callable[[], None
 
 
 def settle(broker: Broker) -> None:
-    """Wait until one version is left, and the memory of the others is free."""
+    """Wait until the memory of all versions except the last is free."""
     while (
         sum(device.allocated for device in broker.devices()) > sum(pool.nbytes for pool in broker.pools()[-1:]) + SPARE
     ):

@@ -1,7 +1,7 @@
 """Rate from one replica to the next, in GB/s, compared with a plain copy; seconds of loads to one and all devices.
 
-Plain copies and copies between a draft's replicas take turns in one process, and so do loads to one device, to all of
-them, and spread over all of them. The file is in memory.
+Plain copies and copies between a draft's replicas alternate in one process. So do loads to one device, to all devices,
+and spread over all devices. The file is in memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def direct(driver: Driver, context: Context, peer: Context) -> Iterator[None]:
 
 @contextmanager
 def plain_copy(first: Context, second: Context, nbytes: int) -> Iterator[Callable[[], None]]:
-    """Yield a copy between two allocations of this process."""
+    """Yield a function that copies between two allocations of this process."""
     source, target = first.allocate(nbytes), second.allocate(nbytes)
     with second.stream() as stream:
 
@@ -140,7 +140,7 @@ def load_by_turns(
 ) -> None:
     """In a child: send the number of devices, and the seconds of each load to the first, to all, and spread over all.
 
-    Each device has a run of layers then, as stages of a pipeline do.
+    If the load is spread over all, each device has a run of layers, like a stage of a pipeline.
     """
     with Broker(directory) as broker:
         devices = [device.uuid for device in broker.driver.devices]

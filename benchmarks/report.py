@@ -45,11 +45,11 @@ class Figure:
     value: float | None
     #: of the value; empty for a ratio
     unit: str
-    #: conditions that a reader needs to judge it
+    #: conditions that a reader needs to judge the value
     note: str = ""
     #: sorted
     samples: tuple[float, ...] = ()
-    #: ``more`` or ``less``: which is better; empty if neither, or if the unit tells
+    #: ``more`` or ``less``: which is better; empty if neither is, or if the unit says it
     better: str = ""
 
 
@@ -67,7 +67,7 @@ def median(what: str, samples: Iterable[float], unit: str, note: str = "", bette
 
 
 def percentile(what: str, part: float, samples: Iterable[float], unit: str, note: str = "") -> Figure:
-    """Return the least sample that ``part`` of all do not exceed: the 99th percentile for 0.99."""
+    """Return the least sample that ``part`` of all samples do not exceed: the 99th percentile for 0.99."""
     values = sorted(samples)
     value = values[ceil(part * len(values)) - 1]
     return Figure(what, value, unit, f"{note}; of {len(values)}" if note else f"of {len(values)}", tuple(values))
@@ -88,7 +88,7 @@ def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:
 
 
 def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> int:
-    """Print the results, and write them if the plan has a folder; return the status of a comparison, if it has one."""
+    """Print the results, and write them if the plan has a folder; return the status of the plan's comparison, or 0."""
     devices = load(plan.devices).devices
     about = machine(plan, devices)
     label = plan.label or devices[0].name
@@ -139,7 +139,7 @@ def _version(package: str) -> str:
 
 
 def nvidia_smi(field: str) -> str:
-    """Return what ``nvidia-smi`` says of the first GPU; "unknown" where there is none."""
+    """Return a field of ``nvidia-smi`` for the first GPU; "unknown" if the program is not installed."""
     if not (program := shutil.which("nvidia-smi")):
         return "unknown"
     query = [program, f"--query-gpu={field}", "--format=csv,noheader"]

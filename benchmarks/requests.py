@@ -1,8 +1,8 @@
 """Requests per second that the broker answers, compared with a bare ZeroMQ echo.
 
-Four client processes each keep a number of requests in flight. Through cubroker these are pairs of attach and close,
-decided by the ledger and answered; each counts as one. The echo is a ROUTER that decodes as many bytes and sends them
-back. A broker with a store journals every lease before it answers. All take turns, with the same clients.
+Four client processes each keep a number of requests in flight. Requests to the broker are pairs of attach and close,
+which the ledger decides; each request counts as one. The echo is a ROUTER that decodes as many bytes and sends them
+back. A broker with a store journals every lease before it answers. All servers alternate, with the same clients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = ("broker", "store", "echo")
 """The servers: a broker, one with a store, and the echo."""
 
 WINDOW = 64
-"""Requests of one client in flight."""
+"""How many requests one client keeps in flight."""
 
 BODY = [bytes(16), 1, 1, ["Attach", POOL, 0, None, 0.0]]
 """The echo's request, as large as an attach."""

@@ -1,9 +1,9 @@
 """Time from a SIGKILL of the broker to its next answers, in milliseconds, and a comparison of every byte after it.
 
-A durable ``vmm`` pool under ``cubroker keep``. In each round the broker is killed while the next one stands by; a
-worker that holds the pool sends a request, and a fresh process attaches and compares every byte with what was written.
-After each round it is killed once more, when no broker stands by. In the end the broker is killed with no worker alive,
-and its successor held back, so that for some seconds no process uses the devices.
+The pool is a durable ``vmm`` pool under ``cubroker keep``. In each round the broker is killed while the next one stands
+by. A worker that holds the pool sends a request, and a fresh process attaches and compares every byte with what was
+written. After each round the broker is killed once more, when no other one stands by. At the end the broker is killed
+with no worker alive, and its successor is held back, so that for some seconds no process uses the devices.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def kill(broker: int) -> float:
-    """Kill the broker; return the time, by the clock of all processes."""
+    """Kill the broker; return the time, by the monotonic clock."""
     when = monotonic()
     os.kill(broker, signal.SIGKILL)
     return when
@@ -120,13 +120,13 @@ def _stands_by(server: RunningBroker) -> None:
 
 
 def _ready_since(said: list[tuple[float, str]]) -> bool:
-    """Whether the last that a keeper has said of any start is that a process stands by."""
+    """Whether the last line of a keeper about any start says that a process stands by."""
     news = [line for _, line in said if "stands by" in line or "starts" in line]
     return bool(news) and "stands by" in news[-1]
 
 
 def _when(server: RunningBroker, since: float, what: str) -> float:
-    """Return when the keeper has said something; waits for it."""
+    """Wait until the keeper has logged ``what`` after ``since``; return when it did."""
     deadline = monotonic() + PATIENCE
     while not (found := [when for when, line in server.said if when > since and what in line]):
         if monotonic() > deadline:
@@ -152,7 +152,7 @@ def publish(connection: Connection, directory: Path, tensors: model_weights.Tens
 
 
 def hold(connection: Connection, directory: Path, devices: str) -> None:
-    """In a worker: hold the pool; send when the broker answers, or the free memory of the device."""
+    """In a worker: hold the pool; send the time at which the broker answers, or the free memory of the device."""
     context = first_context(devices)
     with Broker(directory, timeout=PATIENCE) as broker, broker.attach(POOL):
         connection.send(context.memory()[0])
@@ -207,7 +207,7 @@ def _pid(directory: Path) -> int:
 
 
 def _next(directory: Path, before: int) -> int:
-    """Return the broker that serves after ``before``."""
+    """Return the process id of the broker that serves after ``before``."""
     if (broker := _pid(directory)) == before:
         raise RuntimeError(f"broker {before} was killed, and is still named by {directory / LOCK}")
     return broker
@@ -220,7 +220,7 @@ def _moved(pid: int) -> int:
 
 
 def _alone_for(seconds: float, directory: Path, gpu: bool) -> int:
-    """Kill the broker and delay its successor; return how many processes used a GPU meanwhile.
+    """Kill the broker and delay its successor; return how many processes use a GPU in between.
 
     A process uses a GPU if it has the driver's library in memory; descriptors alone do not count.
     """

@@ -1,7 +1,7 @@
 """Time of a worker's ``sleep()`` and ``wake()``, in milliseconds, for a ``vmm`` pool of one allocation.
 
-``sleep()`` waits for the device's work, unmaps and ends the lease; ``wake()`` leases and maps again, at the same
-addresses. Torch tensors of the pool stay valid.
+``sleep()`` waits for the device's work, unmaps the memory and ends the lease. ``wake()`` leases the pool and maps its
+memory again, at the same addresses. Torch tensors of the pool stay valid.
 """
 
 from __future__ import annotations

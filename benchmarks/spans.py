@@ -4,11 +4,11 @@
 
     python -m benchmarks.spans FILE MODULE ARGUMENT...
 
-runs a module as ``python -m MODULE ARGUMENT...`` does. A function of :data:`WRAPPED` is replaced when its module has
-been imported, and each of its calls becomes a line of JSON in FILE, at the end of the process. Times are seconds of
-the monotonic clock, which all processes of a machine share.
+runs a module as ``python -m MODULE ARGUMENT...`` does. Each function of :data:`WRAPPED` is replaced when its module has
+been imported. At the end of the process, each call of such a function is written as a line of JSON to FILE. Times are
+seconds of the monotonic clock, which all processes of a machine share.
 
-Nothing else is imported here, since imports are measured, too.
+This module imports nothing else, since imports are measured, too.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ WRAPPED = {
         "VmmAllocation.release": "free",
     },
 }
-"""What each function is called in the drawing, by module and name in it."""
+"""The name of each function in the drawing, by module and by name in the module."""
 
 IMPORTS = ("cubroker.cli.load", "cuda.bindings.driver")
 """Modules whose import is a span."""
 
 Span = tuple[str, str, float, float]
-"""Thread, what it did, from when to when."""
+"""The thread, what it did, when that began and when it ended."""
 
 spans: list[Span] = []
 
 
 def note(what: str, began: float) -> None:
-    """Note a span that ends now."""
+    """Record a span that ends now."""
     spans.append((threading.current_thread().name, what, began, perf_counter()))
 
 
@@ -96,7 +96,7 @@ def _timed(function: Any, what: str) -> Any:
 
 
 class Finder(MetaPathFinder):
-    """Finds modules as usual, and has them wrapped when they have been executed."""
+    """A finder that finds modules as usual, and has them wrapped when they have been executed."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find a module that is to be wrapped, or measured."""
@@ -134,6 +134,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.spans import main as run  # the module that others import, whose spans are written
+    from benchmarks.spans import main as run  # not this `__main__`: other modules import `benchmarks.spans`
 
     run()

@@ -1,9 +1,9 @@
-"""Hosts that bring a version to themselves, in simulated time, each by the product's own choice of what to read where.
+"""Hosts that fetch a version in simulated time, each with the product's own choice of which piece to read from where.
 
 :class:`Fetcher` does what :mod:`cubroker.integrations.cluster.source_choice` does, with the same
 :class:`~cubroker.integrations.cluster.sources.Striping`, the same
 :func:`~cubroker.integrations.cluster.sources.by_room` and the same limits of time, on a simulated clock and network.
-:func:`along` brings the version along fixed ways, a chain or a tree, for comparison.
+:func:`along` sends the version along a fixed chain or tree, for comparison.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from cubroker.integrations.cluster.connection import CONNECT
 from cubroker.integrations.cluster.sources import Candidate, Striping, VersionPiece
 
 POLL = 0.02
-"""Seconds between two looks whether a source that waits may bring what a slower one has not: 0.005 in the product."""
+"""Seconds between two checks whether an idle source may deliver what a slower one has not: 0.005 in the product."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What takes time besides the bytes, in seconds."""
+    """What takes time in addition to the bytes, in seconds."""
 
     #: From asking for a piece to its first byte.
     latency: float = 1e-4
-    #: Connecting to a host, and its answer what it has.
+    #: To connect to a host and receive its offers.
     ask: float = 0.01
-    #: Opening a version there: a process, its memory registered.
+    #: To open a version there: to start a process and register the memory.
     open: float = 0.0
-    #: Between two words of a host that serves parts about which it has.
+    #: Between two messages of a host about the parts that it has.
     news: float = 0.05
 
 
@@ -40,14 +40,14 @@ class Costs:
 class Policy:
     """How hosts choose."""
 
-    #: Whether a host that is fetching serves what it has.
+    #: Whether a host that is fetching serves the part that it has.
     parts: bool = False
-    #: Sources of one fetch, readers of one host.
+    #: The most sources of one fetch, and the most readers of one host.
     width: int = sources.WIDTH
     readers: int = exporter.READERS
     #: Whether each host asks the others in an order of its own; else all ask in the same order, the origin first.
     shuffled: bool = True
-    #: Whether each reader of a host begins with runs of its own.
+    #: Whether each reader of a host begins with different runs.
     shares: bool = True
     #: Whether a host offers parts from the moment it begins to fetch; else once its first source has opened.
     early: bool = False
@@ -57,19 +57,19 @@ class Policy:
 
 @dataclass
 class Cluster:
-    """Host 0 is the origin, which has the version; the others want it."""
+    """The hosts: host 0 is the origin, which has the version; the others fetch it."""
 
     network: Network
     pieces: Sequence[VersionPiece]
     hosts: int
     costs: Costs
-    #: When each host had all of it.
+    #: When each host had the whole version.
     finished: dict[int, float] = field(default_factory=dict)
-    #: When a host dies.
+    #: When each host that dies does.
     deaths: dict[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Have the hosts die when they shall."""
+        """Schedule the deaths of hosts."""
         for host, when in self.deaths.items():
             self.network.at(when, self._die, host)
 
@@ -79,12 +79,12 @@ class Cluster:
             self.finished.pop(host, None)
 
     def finish(self, host: int) -> None:
-        """Note that a host has all."""
+        """Record that a host has the whole version."""
         self.finished[host] = self.network.now
 
     @property
     def waiting(self) -> int:
-        """How many hosts live and have not all."""
+        """How many hosts live and lack some of the version."""
         return sum(host not in self.finished and not self.network.dead[host] for host in range(1, self.hosts + 1))
 
 
@@ -92,9 +92,10 @@ class Cluster:
 
 
 def along(cluster: Cluster, parents: Sequence[int], *, pipelined: bool) -> None:
-    """Bring the version along a tree in which host n, from 1 on, reads from ``parents[n - 1]``, which comes before it.
+    """Send the version along a tree in which host n, from 1 on, reads from ``parents[n - 1]``, a lower number.
 
-    Pipelined, a host passes each piece on as soon as it has it; else the whole version, to one child after the other.
+    If it is pipelined, a host passes each piece on as soon as it has the piece. Otherwise it passes on the whole
+    version, to one child after the other.
     """
     network, sizes = cluster.network, [piece.nbytes for piece in cluster.pieces]
     children: list[list[int]] = [[] for _ in range(cluster.hosts + 1)]
@@ -122,7 +123,7 @@ def along(cluster: Cluster, parents: Sequence[int], *, pipelined: bool) -> None:
                 serve(parents[host - 1])
 
     def serve(host: int) -> None:
-        """Have the next child read all."""
+        """Have the next child read the whole version."""
         if children[host]:
             network.at(network.now + cluster.costs.open, read, children[host].pop(0))
 
@@ -134,7 +135,7 @@ def along(cluster: Cluster, parents: Sequence[int], *, pipelined: bool) -> None:
             ask(child, piece)
 
     def pass_over(child: int) -> None:
-        """Go on with the next child after one that died before it had all."""
+        """Continue with the next child after one that died before it had the whole version."""
         if counts[child] < len(sizes):
             serve(parents[child - 1])
 
@@ -163,12 +164,12 @@ def chain(hosts: int) -> list[int]:
 
 
 def tree(hosts: int, arity: int = 2) -> list[int]:
-    """Return the parents of hosts in a tree in which each has so many children."""
+    """Return the parents of hosts in a tree in which each has ``arity`` children."""
     return [(host - 1) // arity for host in range(1, hosts + 1)]
 
 
 def doubling(hosts: int) -> list[int]:
-    """Return the parents where each host that has the version passes it on to one more, in every round."""
+    """Return the parents of hosts if, in every round, each host that has the version passes it on to one more."""
     return [host - (1 << host.bit_length() - 1) for host in range(1, hosts + 1)]
 
 
@@ -190,13 +191,13 @@ def striped(cluster: Cluster, policy: Policy, seed: int) -> list[Fetcher]:
 
 
 class Exporters:
-    """What every host serves, and to how many."""
+    """The exporters of all hosts: what each serves, and to how many."""
 
     def __init__(self, cluster: Cluster, policy: Policy) -> None:
         self.cluster = cluster
         self.policy = policy
         self.readers = [0] * (cluster.hosts + 1)
-        #: Places of readers that are free.
+        #: The free slots of readers of each host.
         self.places = [[*range(policy.readers)] for _ in range(cluster.hosts + 1)]
         self.connections = [0] * (cluster.hosts + 1)
         self.fetchers: dict[int, Fetcher] = {}
@@ -224,7 +225,7 @@ class _Peer:
     connection: Connection | None = None
     #: Whether it counts this side among its readers.
     reading: bool = False
-    #: This side's place among them.
+    #: This side's slot among them.
     place_there: int = 0
     #: The pieces that it was last known to have; None: all.
     known: int | None = 0
@@ -238,7 +239,7 @@ class Fetcher:
         self.host = host
         self.room = room
         self.cluster, self.network, self.policy = room.cluster, room.cluster.network, room.policy
-        #: Whether it knows what the version is, so that it could serve a part.
+        #: Whether a source has opened the version for it, so that it could serve a part.
         self.opened = False
         #: The pieces that it has, as bits.
         self.have = 0
@@ -249,7 +250,7 @@ class Fetcher:
         self._order = [each for each in range(self.cluster.hosts + 1) if each != host]
         if self.policy.shuffled:
             chance.shuffle(self._order)
-        #: Places of the order that may be asked now, and others with the time from which on.
+        #: Places of the order that may be asked now; and the other places, with the time from which on they may be.
         self._due = [*range(len(self._order))]
         self._later: list[tuple[float, int]] = []
         self._pauses: dict[int, float] = {}
@@ -265,10 +266,10 @@ class Fetcher:
     def _over(self) -> bool:
         return self.host in self.cluster.finished or self.network.dead[self.host]
 
-    # -- whom to read from -------------------------------------------------------------------------
+    # -- the hosts to read from --------------------------------------------------------------------
 
     def look(self) -> None:
-        """Do what is due: choose among those that have answered, and ask others."""
+        """Do what is due: choose among the hosts that have answered, and ask others."""
         if self._over:
             return
         now = self.network.now
@@ -356,7 +357,7 @@ class Fetcher:
             self.look()
 
     def _leave(self, peer: _Peer) -> None:
-        """Part from a host, which may be asked again later."""
+        """Leave a host, which may be asked again later."""
         if peer.gone:
             return
         peer.gone = True
@@ -372,14 +373,14 @@ class Fetcher:
         heappush(self._later, (self.network.now + pause, peer.place))
 
     def cut_off(self) -> None:
-        """Have the exporters note that this host has died."""
+        """Have the exporters cut this host off, which has died."""
         for peer in [*self._peers.values()]:
             self._leave(peer)
 
     # -- what is read ------------------------------------------------------------------------------
 
     def _fill(self, number: int) -> None:
-        """Have a source begin what it may."""
+        """Have a source begin all pieces that it may."""
         peer, now = self.reading[number], self.network.now
         assert peer.connection
         while (piece := self._striping.begin(number, now)) is not None:
@@ -389,7 +390,7 @@ class Fetcher:
             self.network.at(now + POLL, self._poll)
 
     def _poll(self) -> None:
-        """Look again at sources that wait: one may be useless, or do what a slower one does not."""
+        """Check idle sources again: one may be useless, or may read a piece that a slower one has not delivered."""
         self._polling = False
         if self._over:
             return
@@ -422,7 +423,7 @@ class Fetcher:
         self.look()
 
     def _silent(self, number: int) -> None:
-        """Give a source up that brings nothing of what it began, or does not answer when it has begun nothing."""
+        """Give up a source that delivers none of the pieces it began, or that does not answer if it began none."""
         if self._over or number not in self.reading:
             return
         now = self.network.now
@@ -438,7 +439,7 @@ class Fetcher:
             self._drop(number)
 
     def _news(self, number: int) -> None:
-        """Hear which pieces a source has."""
+        """Receive which pieces a source has."""
         if self._over or number not in self.reading or self.network.dead[self.reading[number].host]:
             return
         peer = self.reading[number]

@@ -1,8 +1,8 @@
-"""Rate of reading and copying by bytes of a chunk and of its parts, and buffers: ``python -m benchmarks.staging``.
+"""Rate of reading and copying, by size of chunks and parts and number of buffers: ``python -m benchmarks.staging``.
 
-It says which of the constants of ``client/loading`` suit a machine: ``copy.CHUNK``, ``copy.RING_DEPTH`` and
-``background_reads.AIO_PART``. All are measured in one process, into one draft, by turns; it is no part of
-``python -m benchmarks``.
+It shows which values of the constants of ``client/loading`` suit a machine: ``copy.CHUNK``, ``copy.RING_DEPTH`` and
+``background_reads.AIO_PART``. All ways are measured alternately, in one process, into one draft. The module is no part
+of ``python -m benchmarks``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = (
     *((8 * MIB, part, depth) for part in (MIB // 2, MIB) for depth in (4, 6)),
     *((32 * MIB, part, 3) for part in (MIB, 2 * MIB)),
 )
-"""Bytes of a chunk, bytes of a part, and buffers."""
+"""Bytes of a chunk, bytes of a part, and the number of buffers."""
 
 Way = tuple[int, int, int]
 
@@ -55,7 +55,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def take_turns(connection: Connection, directory: Path, devices: str, path: Path, size: int) -> None:
-    """In a child: send the seconds of pinned copies; and of each way of copying, and of making ready for it."""
+    """In a child: send the seconds of pinned copies, and of each way its seconds of copying and of making ready."""
     pinned: list[float] = []
     times: dict[Way, tuple[list[float], list[float]]] = {way: ([], []) for way in WAYS}
     with Broker(directory) as broker, Checkpoint.open(path) as checkpoint, pinned_copy(devices, size) as bound:

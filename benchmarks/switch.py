@@ -1,8 +1,8 @@
 """Time of a worker's ``switch()``, in milliseconds, for ``vmm`` pools of one and of many allocations.
 
-The worker goes to and fro between two versions, as it would go from each version to the next. A switch leases the other
-version, imports its memory, waits for the device's work, and unmaps and maps each allocation at the same addresses;
-no bytes are copied. Torch tensors of the pool stay valid.
+The worker switches to and fro between two versions, as it would switch from each version to the next. A switch leases
+the other version, imports its memory, waits for the device's work, and unmaps and maps each allocation at the same
+addresses. No bytes are copied. Torch tensors of the pool stay valid.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cubroker.client import Broker
 from cubroker.protocol import Layout
 
 ALLOCATIONS = (1, 64, 723)
-"""Of the pools; as many as fit into the size that was asked for."""
+"""The numbers of allocations of the pools; pools beyond the size that was asked for are left out."""
 
 PIECE = 2 << 20
-"""Bytes of each allocation: the least that is mapped. The time hardly depends on the size."""
+"""Bytes of each allocation: the least that can be mapped. The time hardly depends on the size."""
 
 WARM = 3
 """Rounds that are not counted."""

@@ -1,4 +1,4 @@
-"""What waits for what in one load: a drawing of its threads and what each of them does, from exec to exit.
+"""A drawing of the threads of one load, and of what each of them does or waits for, from exec to exit.
 
 ::
 
@@ -7,8 +7,8 @@
     python -m benchmarks.timeline --devices cuda --loads 3            # the last of three in one process
     python -m benchmarks.timeline --loads 3 --over sharded            # the same, spread over all devices
 
-``cubroker load`` runs under :mod:`benchmarks.spans`, and so does the broker. With ``--loads`` it is ``load()``, called
-again and again in a process whose context is up. The wrapped functions take some microseconds more for each call.
+``cubroker load`` runs under :mod:`benchmarks.spans`, and so does the broker. With ``--loads``, ``load()`` is called
+again and again in one process whose context is up. The wrapped functions take some microseconds more for each call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """The length of the span."""
         return self.ended - self.began
 
 
@@ -78,10 +78,10 @@ def main() -> None:
 
 
 def take(devices: str, path: Path, share: str = "auto", loads: int = 0, over: str = "one") -> list[Span]:
-    """Return the spans of one load of a file, by a command of its own or as the last of several in one process."""
+    """Return the spans of one load of a file, by a separate command or as the last of several loads in one process."""
     with tempfile.TemporaryDirectory(prefix="cubroker-timeline-") as folder:
         files = {who: Path(folder, who) for who in ("broker", "client")}
-        # `-P`, with which the broker starts, takes the current directory off the path of imports
+        # the broker starts with `-P`, which removes the current directory from the import path
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with harness.serving(devices, before=("benchmarks.spans", str(files["broker"]))) as server:
             directory = str(server.directory)
@@ -127,7 +127,7 @@ def placed(raw: Iterable[tuple[str, str, str, float, float]], began: float, ende
 
 
 def lanes(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """Return the spans of each row of the drawing: of a thread, those within one another have a row each."""
+    """Return the spans of each row of the drawing; a span of a thread within another one is in another row."""
     rows: dict[str, list[Span]] = {}
     depths: dict[str, list[float]] = defaultdict(list)
     for span in spans:
@@ -158,7 +158,7 @@ def drawing(spans: Sequence[Span]) -> str:
 
 
 def totals(spans: Sequence[Span]) -> str:
-    """Return a table: each kind of span, how often, from when to when, and how long in all."""
+    """Return a table of each kind of span: how often it occurs, from when to when, and how long in all."""
     kinds: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
         kinds[span.row.partition(" ")[0], span.what].append(span)

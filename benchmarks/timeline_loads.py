@@ -16,7 +16,7 @@ from cubroker.client.loading.loader import load
 
 
 def main() -> None:
-    """Load, and note where the last load begins and ends."""
+    """Load, and record when the last load begins and ends."""
     directory, path, share, loads, over, _ = sys.argv[1:]
     with Broker(directory) as broker:
         where = destination(broker, Path(path), over)
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def destination(broker: Broker, path: Path, over: str) -> dict[str, Any]:
-    """Return where a load goes: the first device, all of them with a copy on each, or spread over all by layers."""
+    """Return the devices of a load: the first one, all with a copy on each, or all with some of the layers each."""
     devices = [device.uuid for device in broker.driver.devices]
     if over == "sharded":
         with Checkpoint.open(path) as checkpoint:

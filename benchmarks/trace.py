@@ -34,7 +34,7 @@ INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 """Parts of a function that only some versions of Python call."""
 
 RESTING = 10
-"""Times in a row that the broker's loop is seen to wait before a request begins."""
+"""How many times in a row the broker's loop has to be found waiting before a request begins."""
 
 
 class Call(NamedTuple):
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class Tracer:
-    """Notes the calls of this process, on all of its threads, while the byte of a shared file is set.
+    """A recorder of the calls of this process, on all of its threads, while the byte of a shared file is set.
 
     Args:
         switch: the file.
@@ -82,7 +82,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _serve(directory: str, switch: Path, output: Path) -> int:
-    """Be the broker, and write down its calls at the end."""
+    """Run the broker, and write its calls at the end."""
     tracer = Tracer(switch)
     options = {"directory": directory, "devices": "host:1", "limits.mapped_check_seconds": "0"}
     try:
@@ -119,7 +119,7 @@ def _ls(broker: Broker, share: str) -> tuple[Request, Request]:
 
 
 REQUESTS = {"attach": _attach, "create": _create, "seal": _seal, "close": _close, "ls": _ls}
-"""By name, what makes a request and what prepares the next one."""
+"""By name, what returns two functions: one makes the request, and one prepares the next one."""
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _broker(folder: Path, switch: Path, output: Path) -> Iterator[int]:
 
 
 def _rest(server: int) -> None:
-    """Return when the loop of a broker has waited for so long that it has finished what follows its last reply."""
+    """Return when the loop of a broker has waited long enough to have finished the work after its last reply."""
     resting = 0
     while resting < RESTING:
         time.sleep(0.001)
@@ -145,7 +145,7 @@ def _rest(server: int) -> None:
 
 
 def trace(what: str, share: str) -> dict[str, list[Call]]:
-    """Return the calls of one request, on both sides; the first two requests of the kind are not noted."""
+    """Return the calls of one request, on both sides; the first two requests of the kind are not recorded."""
     with tempfile.TemporaryDirectory(prefix="cubroker-trace-") as name:
         folder = Path(name)
         switch, output = folder / "switch", folder / "calls"
@@ -179,7 +179,7 @@ def _print(side: str, calls: Sequence[Call], *, paths: bool) -> None:
 
 
 def main() -> int:
-    """Trace a request and print what came of it."""
+    """Trace a request and print its calls."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__)
     parser.add_argument("request", choices=REQUESTS)
     parser.add_argument("--share", default="ipc", help="how the pool is shared: ipc or vmm")

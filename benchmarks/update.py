@@ -1,9 +1,9 @@
-"""Updates that share memory: publishing 1 % of a model's tensors beside all of it, in time and in device memory.
+"""Updates that share memory: publishing 1 % of a model's tensors compared with all, in time and in device memory.
 
-The tensors are those of :mod:`benchmarks.publish`, in one allocation. Whole publications, and updates of the
-same few tensors with the version before as their base, take turns in one process. So the updates replace what the first
-of them moved apart. One kind of update is given the changed tensors and a base that is attached, one the base's number,
-and one all tensors, of which it finds the unchanged.
+The tensors are those of :mod:`benchmarks.publish`, in one allocation. Whole publications, and updates of the same few
+tensors with the version before as their base, alternate in one process. The first update of a round moves the changed
+tensors apart, and the measured ones replace them. There are three kinds of update: the changed tensors and an attached
+base, the changed tensors and the base's number, and all tensors, of which the update finds the unchanged ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROUNDS = 10
 WARM = 2
 PART = 0.01
-"""How much of the bytes changes, at most."""
+"""The largest fraction of the bytes that change."""
 
 KINDS = "the changed tensors, base attached", "the changed tensors, base by number", "all tensors, base attached"
 
@@ -52,7 +52,7 @@ def measure(plan: Plan) -> list[Figure]:
 
 
 def update_by_turns(connection: Connection, directory: Path, tensors: model_weights.Tensors, share: str) -> None:
-    """In a child: send the bytes that change, the device memory that an update takes, and the seconds of each way."""
+    """In a child: send the bytes that change, the device memory that an update needs, and the seconds of each way."""
     import torch
 
     with Broker(directory) as broker:
@@ -75,7 +75,7 @@ def update_by_turns(connection: Connection, directory: Path, tensors: model_weig
             whole = seconds(partial(publish, arrays, devices=(context.device.index,)))
             row = [whole]
             step()
-            publish(changed, base=POOL)  # which moves them apart
+            publish(changed, base=POOL)  # this moves the changed tensors apart
             ways = [(changed, True), (changed, False), (arrays, True)]
             for given, attached in ways:
                 settle(broker)
@@ -92,7 +92,7 @@ def update_by_turns(connection: Connection, directory: Path, tensors: model_weig
 
 
 def _few(arrays: Mapping[str, torch.Tensor], most: float) -> dict[str, torch.Tensor]:
-    """Return projections of the first layers, up to ``most`` bytes; one at least."""
+    """Return projections of the first layers, up to ``most`` bytes, but at least one."""
     found: dict[str, torch.Tensor] = {}
     for name, array in arrays.items():
         most -= array.numel() * array.element_size() if "v_proj" in name or "k_proj" in name else 0

@@ -1,7 +1,7 @@
 """``python -m benchmarks.update_pages``: update the figures in the pages from the files of results.
 
-A comment before a figure names its file and line: ``<!-- nvidia-h200: ipc: of which attach() -->1.2 ms``. A figure
-without results is written ``…``.
+A comment before a figure names the file and the line of its result:
+``<!-- nvidia-h200: ipc: of which attach() -->1.2 ms``. A figure without a result is written ``…``.
 """
 
 from __future__ import annotations
