@@ -69,7 +69,7 @@ def fingerprint(facts: Mapping[str, Fact]) -> str:
     """Return a digest of facts, which are values of JSON; the order of their names does not matter.
 
     Raises:
-        Invalid: a fact is not a value of JSON, so that different ones could have the same text; the message names it.
+        Invalid: a fact, which the message names, is not a value of JSON: different facts could have the same text.
     """
     for name, fact in facts.items():
         _check(name, fact)

@@ -107,7 +107,7 @@ class _Head(Struct):
 
 
 def read_source(pool: Pool) -> bytes:
-    """Return the bytes that stand for what a version was made from, as :func:`publish` was given them."""
+    """Return the bytes that identify what a version was made from, as given to ``publish``; zeros if it has none."""
     told = SOURCE in pool and pool[SOURCE].nbytes == SOURCE_BYTES
     return pool[SOURCE].tobytes() if told else bytes(SOURCE_BYTES)
 

@@ -202,7 +202,7 @@ class Room:
         self.nbytes = nbytes
         #: Bytes of the last request that was refused; 0 if none was.
         self.refused = 0
-        #: The exception in a call from torch, to be raised after that call.
+        #: The exception in a call from torch, to be raised at the end of the block.
         self.error: BaseException | None = None
         self._keeper = keeper
         self._free = [(start, nbytes)]  # by address; no two touch

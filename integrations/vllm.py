@@ -154,7 +154,7 @@ class VllmLoader(BaseModelLoader):  # type: ignore[misc]
 
         def finish(got: Obtained) -> None:
             if got.loaded:
-                _finish(got.model, model_config, target)  # what it made before refers to the tensors before
+                _finish(got.model, model_config, target)  # its earlier results refer to the tensors that were replaced
             if _sleeps(model_config):
                 vllm_live.sleep_by_pools(model_config)
 

@@ -397,7 +397,7 @@ class Exporter:
         return Offers(tuple(offers), len(self._readers), self._rules.readers)
 
     def _offers(self, account: Account) -> list[tuple[PoolInfo, bytes | None]]:
-        """Return the versions that a user may read, with their contents. It blocks: not for the event loop."""
+        """Return the versions that a user may read, each with its id. It blocks: not for the event loop."""
         pools = self._live().pools()
         numbers = {(each.name, each.version) for each in pools}
         for gone in [key for key in [*self._digests] if key not in numbers]:
@@ -405,7 +405,7 @@ class Exporter:
         return [(each, self._content(each)) for each in pools if self._offered(account, each)]
 
     def _content(self, pool: PoolInfo) -> bytes | None:
-        """Return the content of a published version, if it was sealed with digests or has been read before."""
+        """Return the id of a published version (:func:`messages.content`), if it has digests or was read before."""
         key = pool.name, pool.version
         if key not in self._digests and pool.state in PUBLISHED and pool.digest == digests.DEFINITION:
             with suppress(NotFound, Retired, Denied):  # the version may have ended

@@ -8,7 +8,7 @@ allocation with the one from the sources, and seals. If it is killed, it leaves 
 
 Hosts that are still fetching the version are sources, too, of the part that they have. This process announces its own
 part to the exporter of this host (:mod:`~cubroker.integrations.cluster.announcements`), for others to read. An
-allocation with a wrong digest is read again, from hosts alone that have published the version.
+allocation with a wrong digest is read again, only from hosts that have published the version.
 
 The main thread decides, and waits for events: a source has answered, opened the version, or is lost; an allocation is
 whole, or has a wrong digest. Each source has a thread, which alone uses its connection and its engine. One more thread
@@ -188,7 +188,7 @@ class Fetch:
             if late and not self._sources.reading:
                 raise self._sources.why()
             done, total = filling.progress
-            # A source with the whole version that delivers nothing is given up elsewhere.
+            # A source with the whole version that delivers nothing is given up by its own thread.
             if done != before or done == total or self._sources.has_whole:
                 before, moved = done, now
             if now - moved > self._order.patience:

@@ -200,7 +200,7 @@ DAYS = 365
 """How long certificates are valid by default."""
 
 EARLY = timedelta(minutes=5)
-"""How long before they are made certificates are valid already: clocks of hosts differ."""
+"""Certificates are valid from this long before they are made: clocks of hosts differ."""
 
 
 def make_authority(folder: Path, name: str = "cubroker cluster", days: int = AUTHORITY_DAYS) -> Path:

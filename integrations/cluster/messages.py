@@ -367,7 +367,7 @@ def reply(body: bytes) -> Reply:
 
 
 def local(body: bytes) -> Local:
-    """Decode what came from a process of the own host; raises ``Invalid``."""
+    """Decode what was received from a process of this host; raises ``Invalid``."""
     return _decoded(_locals, body)
 
 

@@ -356,7 +356,7 @@ class SourceChoice:
             host.put_off(event.error)
 
     def distrust(self, numbers: set[int], error: CubrokerError) -> bool:
-        """Read from sources with only a part no more until they have all; returns whether any of these has a part."""
+        """Stop reading from those of these sources that have only a part, until they have all; returns if any had."""
         found = [number for number in numbers if not self._started[number].whole]
         for host in [self._host_of[number] for number in found]:
             host.distrusted = True

@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     """A host that has a version."""
 
     peer: str
-    #: How many hosts read from it now, and how many may at once.
+    #: How many hosts read from it now, and how many may read at the same time.
     readers: int
     limit: int
 
