@@ -1,14 +1,14 @@
-"""Reads that go on in other threads: of files by the C library's, of anything else by Python's.
+"""Reads in background threads: the C library's threads read files, Python's threads read anything else.
 
-POSIX AIO (``aio(7)``) reads the parts of a chunk at once, in up to 20 threads that never need Python's interpreter. The
-thread that asks for 16 MiB makes two calls in place of eight reads, and the rest of its time belongs to the devices, if
-the readers leave it a core.
+POSIX AIO (``aio(7)``) reads the parts of a chunk in parallel, in up to 20 threads that never need Python's interpreter.
+The thread that asks for 16 MiB makes two calls in place of eight reads, and spends the rest of its time on the devices,
+if the readers leave it a core.
 
-glibc reads parts with one descriptor one after the other, so each part of a chunk has a descriptor of its own: a
-duplicate, which also stays what it is when the file is closed. A chunk of many small pieces would be as many requests:
-Python's threads read it, with one call for each part. They also read files where the C library cannot: with another one
-than glibc, whose requests look different; and in a forked child whose parent has read so, since glibc does not notice
-that its threads have not come along, and the child would wait for ever.
+glibc serialises requests that share a descriptor, so each part of a chunk has a descriptor of its own: a duplicate,
+which stays valid when the file is closed. A chunk of many small pieces would need a request for each piece, so Python's
+threads read it, with one call for each part. Python's threads also read files if the C library is not glibc, whose
+structs are declared here, and in a forked child whose parent has used AIO: glibc does not notice that its threads do
+not exist in the child, which would wait for ever.
 """
 
 from __future__ import annotations
@@ -31,75 +31,77 @@ from cubroker.client.loading.read_plan import Chunk, Readable
 log = logging.getLogger(__name__)
 
 AIO_PART = 1 << 20
-"""The most bytes that a thread of the C library reads at a time. Beside an H200 with 32 cores chunks of 16 such parts
-came at 54 GB/s, as fast as a pinned copy, those of 8 at 45 to 50, and 16 parts of half the size at 25."""
+"""The most bytes that a thread of the C library reads at a time. On a machine with an H200 and 32 cores, chunks of 16
+such parts were read at 54 GB/s, as fast as a pinned copy, chunks of 8 at 45 to 50, and 16 parts of half the size at
+25."""
 
 USUAL_PARTS = 16
 """Parts of a chunk that has no gaps."""
 
 USUAL_REQUESTS = 64
-"""Requests that glibc has room for at first, by default and here; it takes more."""
+"""Requests that glibc allocates at first, by default and here; it allocates more when it needs them."""
 
 MANY = 4
-"""Pieces of a part that take the C library longer than one call of Python's takes for all of them."""
+"""Pieces per part above which one read by Python is faster than the C library with a request for each piece."""
 
 SMALL = 256 << 10
-"""Bytes of a chunk that are read sooner than handed over to another thread."""
+"""A chunk with fewer bytes is read in less time than it takes to hand it over to another thread."""
 
 SPARE = 64
-"""Descriptors that are left to the rest of the process, such as those of the memory that is being loaded."""
+"""Descriptors that reads leave to the rest of the process, for example for the memory that is being loaded."""
 
 MAX_AIO_THREADS = 20
-"""The most threads of the C library, as glibc has it. More were slower beside one H200 and two, with 32 cores."""
+"""The most threads of the C library, as in glibc's default. More were slower with one H200 and with two, on 32
+cores."""
 
 MIN_AIO_THREADS = 4
 
 OTHER_CORES = 2
-"""Cores that are left to the threads that copy. Beside an H200 with 16 cores a load of 8 GB took 168 to 178 ms with 14
-threads of the C library, 170 to 194 with 12, and 183 to 204 with 16, 18, 20 or 24."""
+"""Cores that are left to the threads that copy. On a machine with an H200 and 16 cores, a load of 8 GB took 168 to 178
+ms with 14 threads of the C library, 170 to 194 with 12, and 183 to 204 with 16, 18, 20 or 24."""
 
 THREAD_PART = 4 << 20
-"""The most bytes that a Python thread reads at a time: with 1 MiB all wait for the interpreter, at a quarter of the
-rate."""
+"""The most bytes that a Python thread reads at a time. With 1 MiB all threads wait for the interpreter, and the rate
+falls to a quarter."""
 
 _LIO_READ, _LIO_NOWAIT, _SIGEV_NONE = 0, 1, 1
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 class ChunkRead(Protocol):
-    """A read that goes on."""
+    """A read in progress."""
 
     def wait(self) -> None:
-        """Return when the chunk is there; raise the error of the file if it cannot be read."""
+        """Wait until the chunk is read; raise the file's error if it cannot be read."""
 
     def finish(self) -> None:
-        """Return when nothing is written to the image any more, also if it failed."""
+        """Wait until nothing is written to the image any more, also if the read failed."""
 
 
 class Reads(Protocol):
-    """One thread's reads, each of which it waits for."""
+    """The reads of one thread, which waits for each of them."""
 
     def start(self, file: Readable, chunk: Chunk, pointer: int) -> ChunkRead:
         """Begin to read a chunk into its image in host memory at ``pointer``."""
 
     def close(self) -> None:
-        """Give back what they share; all are finished."""
+        """Release what the reads share; all of them are finished."""
 
 
 def reads_of(files: Sequence[Readable], readers: Readers) -> Callable[[], Reads]:
-    """Return what makes the reads of a thread, which reads some of these files."""
+    """Return a factory of :class:`Reads`, one for each thread that reads some of these files."""
     if reads_in_c(files):
         return lambda: AioReads(ThreadReads(readers))
     return lambda: ThreadReads(readers)
 
 
 def reads_in_c(files: Sequence[Readable]) -> bool:
-    """Whether the C library reads these files, but for chunks of many pieces."""
+    """Whether the C library reads these files, except chunks of many pieces."""
     return posix_aio.usable and all(file.descriptor is not None for file in files)
 
 
 def has_many_pieces(chunk: Chunk) -> bool:
-    """Whether Python's threads read a chunk of a file faster than the C library, which takes each piece by itself."""
+    """Whether Python's threads read a chunk of a file faster than the C library, which needs a request per piece."""
     return len(chunk.pieces) > MANY * USUAL_PARTS
 
 
@@ -118,14 +120,14 @@ class Readers:
 
     def __init__(self) -> None:
         self._parts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        #: Whether there are any.
+        #: Whether threads are reading.
         self.working = False
 
     @contextmanager
     def at_work(self, submit: Callable[..., Any], count: int) -> Iterator[None]:
         """Have ``count`` threads read in a ``with`` block; ``submit`` has a thread call a function.
 
-        All begin with it: when the program's main thread has ended, Python starts no more.
+        All threads start when the block is entered: Python starts none once the program's main thread has ended.
         """
         try:
             for _ in range(count):
@@ -138,7 +140,7 @@ class Readers:
                 self._parts.put(None)
 
     def read(self, file: Readable, buffers: list[memoryview], offset: int) -> Future[None]:
-        """Return the end of a read, which goes on."""
+        """Queue a read and return its future."""
         done: Future[None] = Future()
 
         def read() -> None:
@@ -164,7 +166,7 @@ class ThreadReads:
         self._readers = readers
 
     def start(self, file: Readable, chunk: Chunk, pointer: int) -> ThreadRead:
-        """See :class:`Reads`. A small part is read by the caller: to hand it over takes longer."""
+        """See :class:`Reads`. The caller reads a small chunk itself: to hand it over would take longer."""
         read = ThreadRead()
         try:
             for offset, pieces in chunk.parts(THREAD_PART):
@@ -226,7 +228,7 @@ class _Request(ctypes.Structure):
 
 
 class _Limits(ctypes.Structure):
-    """``struct aioinit`` of glibc; names without the prefix ``aio_``. A zero leaves what is so."""
+    """``struct aioinit`` of glibc; names without the prefix ``aio_``. An idle time of zero keeps the default."""
 
     _fields_ = (
         ("threads", ctypes.c_int),
@@ -241,12 +243,12 @@ class PosixAio:
     """The C library's calls, and whether they can be used."""
 
     def __init__(self) -> None:
-        #: Whether this process has read so, or the one that it was forked from.
+        #: Whether this process, or one that it was forked from, has read with AIO.
         self.used = False
         self.usable = _is_glibc() and _POINTER == 8
         if self.usable:
             try:
-                # Its calls are glibc's own since 2.34. The short one keeps the interpreter, which takes less time.
+                # Since 2.34 glibc itself has these calls. The short call keeps the interpreter lock, to save time.
                 library, short = ctypes.CDLL("librt.so.1"), ctypes.PyDLL("librt.so.1")
                 self.submit, self.suspend, self.error = library.lio_listio, library.aio_suspend, short.aio_error
                 self._limit = library.aio_init
@@ -260,11 +262,11 @@ class PosixAio:
             os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:
-        """Say that this process reads so. Before the first read it says how many threads there may be.
+        """Note that this process reads with AIO; before the first read, limit the number of threads.
 
-        That holds if nothing else in the process has called ``aio_init`` or read so: glibc takes no other limit then.
+        The limit has no effect if something else in the process has called ``aio_init`` or has read with AIO before.
         """
-        if not self.used:  # two threads may say it, but none reads before it
+        if not self.used:  # two threads may set the limit, but none reads before it is set
             cores = len(os.sched_getaffinity(0))
             threads = min(max(cores - OTHER_CORES, MIN_AIO_THREADS), MAX_AIO_THREADS)
             self._limit(_Limits(threads=threads, num=USUAL_REQUESTS))
@@ -285,7 +287,7 @@ posix_aio = PosixAio()
 
 
 class _Requests:
-    """Requests for the parts of a chunk, in C's memory; used again and again, since they take long to make."""
+    """Requests for the parts of a chunk, as C structs; reused, since they take long to make."""
 
     def __init__(self, count: int) -> None:
         self.items = [_Request(lio_opcode=_LIO_READ, sigev_notify=_SIGEV_NONE) for _ in range(count)]
@@ -297,24 +299,24 @@ class _Descriptors:
     """Duplicates of a file's descriptor: one for each part of a chunk."""
 
     file: Readable | None = None
-    #: how many reads go on with them
+    #: how many reads in progress use them
     readers: int = 0
     numbers: list[int] = field(default_factory=list)
 
     def reopen(self, file: Readable) -> None:
-        """Have them be a file's; raises ``OSError``."""
+        """Make all of them duplicates of this file's descriptor; raises ``OSError``."""
         self.file = None
         for number in self.numbers:
             os.dup2(_descriptor(file), number, inheritable=False)
         self.file = file
 
     def extend(self, count: int) -> bool:
-        """Have at least ``count``; False if that would leave the process too few others."""
+        """Make duplicates until there are ``count``; return False if that would leave the process too few others."""
         assert self.file
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         with suppress(OSError):
             while len(self.numbers) < count:
-                number = os.dup(_descriptor(self.file))  # the lowest that is free, so that as many are taken
+                number = os.dup(_descriptor(self.file))  # the lowest free number: all below it are in use
                 if number + SPARE >= limit != resource.RLIM_INFINITY:
                     os.close(number)
                     break
@@ -326,15 +328,15 @@ class _Descriptors:
         while self.numbers:
             try:
                 os.close(self.numbers.pop())
-            except OSError as error:  # of a network's file system; the number is free nevertheless
+            except OSError as error:  # from a network file system; the descriptor is closed nevertheless
                 log.warning("closing a checkpoint that was read: %s", error)
 
 
 class AioReads:
-    """Reads by the C library's threads, but for what they cannot read as well, which ``others`` do.
+    """Reads by the C library's threads; ``others`` reads what these cannot read, or would read more slowly.
 
-    Chunks of one file that are read at the same time share descriptors: a part waits for the same part of the chunk
-    before it.
+    Chunks of one file that are read at the same time share descriptors: each part waits for the part at the same index
+    of the chunk before it.
     """
 
     def __init__(self, others: ThreadReads) -> None:
@@ -355,7 +357,7 @@ class AioReads:
             for (place, nbytes), request in zip(pieces, items, strict=False):
                 request.fildes, request.buf = descriptor, pointer + place
                 request.nbytes, request.offset = nbytes, offset
-                # What the library does not take, for want of memory or threads, has read nothing, as `wait` sees.
+                # A request that the library rejects, for want of memory or threads, stays so: `wait` reads all of it.
                 request.error_code = request.return_value = 0
                 offset += nbytes
         descriptors.readers += 1
@@ -401,7 +403,7 @@ class AioRead:
         self._descriptors: _Descriptors | None = descriptors
 
     def wait(self) -> None:
-        """See :class:`ChunkRead`. What the library could not read, Python does, or says why it cannot."""
+        """See :class:`ChunkRead`. This thread reads what the library could not read, or raises the file's error."""
         self._await()
         short = [request for request in self._requests.items[: self._count] if request.return_value != request.nbytes]
         for request in short:

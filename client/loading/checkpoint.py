@@ -1,7 +1,8 @@
 """A checkpoint: its open files, the tensors that they hold, and where each of them lies.
 
-The files are in the safetensors format (:mod:`.safetensors`). Another format is a module like it, whose headers
-:func:`read_header` tells from these. Headers are read under limits, and checked before anything else is read.
+The files are in the safetensors format (:mod:`.safetensors`). Another format would be a module like it, and
+:func:`read_header` would tell the formats apart. Headers are read under limits, and checked before anything else is
+read.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class CheckpointFile:
         self.path = path
         self._file = open_regular(path)
         try:
-            self._stamp = self._state()  # before: to check a header may take longer than to write a file anew
+            self._stamp = self._state()  # first: to check a header may take longer than to rewrite the file
             self.tensors = read_header(self._file, path, index)
         except BaseException:
             self._file.close()
@@ -84,7 +85,7 @@ class CheckpointFile:
             raise file_error(self.path, error) from error
 
     def check_unchanged(self) -> None:
-        """Raise ``Invalid`` if the file was written to since its header was read: its bytes may be of both states."""
+        """Raise ``Invalid`` if the file was written to since its header was read: the bytes read may be a mixture."""
         if self._state() != self._stamp:
             raise refusal(self.path, f"it was changed while it was read; {RENAME}")
 
@@ -191,7 +192,7 @@ def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
 def read_header(file: FileIO, path: Path, index: int = 0) -> tuple[StoredTensor, ...]:
     """Read and check the header of ``file``, which was opened as ``path``; return its tensors in the order of bytes.
 
-    ``index`` is what the tensors have as their ``file``. Raises ``Invalid`` if the file breaks the format.
+    ``index`` becomes the ``file`` of each tensor. Raises ``Invalid`` if the file breaks the format.
     """
     size = os.fstat(file.fileno()).st_size
     with _said_of(path):
@@ -219,7 +220,7 @@ def _take(file: FileIO, path: Path, count: int, size: int) -> bytes:
 
 
 def expand(path: Path) -> list[Path]:
-    """Return the files that a path stands for: itself; or of a folder its index alone, else all safetensors files."""
+    """Return the files of a path: of a file itself; of a folder its index alone, or else all its safetensors files."""
     try:
         inside = sorted(path.iterdir())
     except (NotADirectoryError, FileNotFoundError):
@@ -275,7 +276,7 @@ def open_regular(path: Path) -> FileIO:
 
 @contextmanager
 def _said_of(path: Path) -> Iterator[None]:
-    """Raise ``Invalid`` about a file for a ``FormatError``."""
+    """Turn a ``FormatError`` into ``Invalid`` about a file."""
     try:
         yield
     except FormatError as error:

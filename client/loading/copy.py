@@ -1,13 +1,13 @@
-"""Copying a checkpoint into mapped memory: the way of its chunks to the devices.
+"""Copying a checkpoint into mapped memory, chunk by chunk.
 
-A thread for each device that gets a part takes one chunk of the plan after the other (:mod:`.read_plan`). On host
-devices chunks are read straight into the memory; on GPUs the thread has a ring of pinned buffers, so that some are read
-into while another is copied from. The reads themselves go on in threads of the C library (:mod:`.background_reads`).
-What goes on from device to device is in :mod:`.targets`.
+Each device that gets a part of the files has a thread, which copies its chunks in the order of the plan
+(:mod:`.read_plan`). On host devices chunks are read straight into the memory. For GPUs the thread has a ring of pinned
+buffers: some are read into while another is copied from. Threads of the C library do the reads
+(:mod:`.background_reads`). :mod:`.targets` copies from one device to the next.
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
-unpinned while the version is sealed. It is not kept for the next load: behind the allocation it costs no time, and a
-process that has loaded once would hold 64 MiB for each of its GPUs, which no system can swap out, for good.
+unpinned while the version is sealed. The region is not kept for the next load: pinning it during the allocation costs
+no time, and kept it would permanently hold 64 MiB per GPU that the system cannot swap out.
 """
 
 from __future__ import annotations
@@ -44,28 +44,29 @@ from cubroker.protocol.layout import TensorSpec
 log = logging.getLogger(__name__)
 
 CHUNK = 16 << 20
-"""Bytes of a chunk's image. Beside two H200 with 32 cores a load that was sharded over both came at 85 GB/s with 16 MiB
-and rings of 4, at 75 with 8 MiB and rings of 6, and at 50 to 65 with 4 MiB, where Python's share of the work is the
-limit. With 32 MiB the rings outgrow the caches: 55 GB/s."""
+"""Bytes of a chunk's image. On a machine with two H200 and 32 cores, a load that was sharded over both ran at 85 GB/s
+with 16 MiB and rings of 4, at 75 with 8 MiB and rings of 6, and at 50 to 65 with 4 MiB, limited by Python's share of
+the work. With 32 MiB the rings outgrow the caches: 55 GB/s."""
 
 RING_DEPTH = 4
 """Buffers of a ring: three are read into while one is copied from."""
 
 TURN = RING_DEPTH
-"""Chunks of a file in a row. Chunks in a ring share their file's descriptors, and at each change of file a chunk needs
-others; yet more than one file is read at once, as file systems with a server for each of them want it."""
+"""Chunks that the plan reads from one file before it changes to the next. Chunks in a ring share their file's
+descriptors, and each change of file needs other descriptors. But file systems that have a server for each file are
+faster if more than one file is read at the same time."""
 
 ROOM = 112
-"""Descriptors that a load adds, as a rule: CUDA some 40 with its first context, and the reads of each device 16, or 32
-where they come to another file."""
+"""Descriptors that a load usually opens: CUDA about 40 with its first context, and the reads of each device 16, or 32
+when they change to another file."""
 
 PYTHON_READERS = 12 if len(os.sched_getaffinity(0)) > 16 else 8
 """Python threads that read what the C library does not, for any number of devices: they all need the interpreter.
-Beside an H200 with 32 cores 12 read at 43 GB/s and 8 at 37; with 16 cores 8 read faster than 12."""
+On a machine with an H200 and 32 cores, 12 read at 43 GB/s and 8 at 37; with 16 cores 8 read faster than 12."""
 
 
 class FileCopy(SupervisedThread[float]):
-    """A copy of tensors from files to their places on devices, made ready while the devices' memory is not there yet.
+    """A copy of tensors from files to their places on devices, made ready while the devices' memory is allocated.
 
     ::
 
@@ -74,8 +75,8 @@ class FileCopy(SupervisedThread[float]):
             copy.plan(files, tensors, sizes)      # it plans the copy, and pins memory for GPUs
             seconds = copy.into(targets)          # once their memory is allocated and mapped
 
-    When :meth:`into` returns or raises, no thread works any more and nothing more will be written; what was not begun,
-    it begins. Leaving the block waits until the memory is unpinned.
+    :meth:`into` starts the copy if :meth:`begin` was not called. When it returns or raises, no thread works any more
+    and nothing more will be written. Leaving the block waits until the memory is unpinned.
 
     Args:
         name: of the threads.
@@ -109,7 +110,7 @@ class FileCopy(SupervisedThread[float]):
         self._planned: Future[None] = Future()
         self._given: Future[None] = Future()
         self._given_at = 0.0
-        #: Passes chunks on to other devices, if it does so as they come.
+        #: What copies to further devices while chunks arrive; None if nothing does.
         self._relay: Future[PeerCopies | None] = Future()
         self._relayed = False
         self._started = False
@@ -132,14 +133,14 @@ class FileCopy(SupervisedThread[float]):
         sizes: Sequence[int],
         homes: Sequence[Hashable] = (),
     ) -> None:
-        """Say what is to be copied.
+        """Set what is to be copied.
 
         Args:
             files: what the tensors are read from.
             tensors: where each is stored, and its place.
             sizes: bytes of each allocation.
-            homes: for each allocation the device that it is on, by anything that tells it from the others; none if each
-                of those that files are read into has all.
+            homes: for each allocation a key of the device that it is on; empty if each device that files are read into
+                has all allocations.
         """
         stored = tuple(tensors)
         self._files, self._sizes = files, sizes
@@ -153,7 +154,7 @@ class FileCopy(SupervisedThread[float]):
     def into(self, targets: Sequence[Target]) -> float:
         """Copy everything to the targets; return the seconds it took.
 
-        They begin when the targets and the buffers are there. What the buffers take may have been read before.
+        They count from when both the targets and the buffers are ready; chunks may be in the buffers by then.
 
         Raises:
             Invalid: a file became shorter, or cannot be read.
@@ -203,12 +204,12 @@ class FileCopy(SupervisedThread[float]):
 
     def _await(self, said: Future[None]) -> None:
         while not (self.dropped or said.wait(PART)):
-            pass  # an interrupt may keep the caller from saying anything else than that it has gone
+            pass  # polls `dropped`, since an interrupt may keep the caller from setting the future
 
     def _copy_chunks(self) -> float:
-        """Bring the chunks over; return the seconds from when both the targets and the buffers are there."""
+        """Copy the chunks; return the seconds since both the targets and the buffers were ready."""
         rings = len(self._counts)
-        # The relay ends after the threads, which use it; and the readers when the rings have, which wait for them.
+        # The relay ends after the threads, which use it; the readers end after the rings, which wait for them.
         with (
             ExitStack() as undo,
             WorkerThreads(rings + PYTHON_READERS, self._name, self._todo) as pool,
@@ -216,12 +217,12 @@ class FileCopy(SupervisedThread[float]):
         ):
             readers = Readers()
             pinning = pool.submit(self._make_staging, self._context(), reads_of(self._files, readers))
-            chunks = self._cut()  # while memory is pinned, most of it without the interpreter
+            chunks = self._cut()  # while the other thread pins memory, mostly without the interpreter lock
             if not reads_in_c(self._files) or any(map(has_many_pieces, chunks)):
                 work.enter_context(readers.at_work(pool.submit, PYTHON_READERS))
             staging, staged = pinning.result(), time.perf_counter()
             self._todo.fill(chunks, self._homes)
-            if self.dropped:  # looked at last: `stop` either clears what is there, or is seen here
+            if self.dropped:  # read after `fill`: either `stop` clears the chunks, or they are cleared here
                 self._todo.clear()
             try:
                 copying = []
@@ -243,7 +244,7 @@ class FileCopy(SupervisedThread[float]):
         return time.perf_counter() - max(self._given_at, staged)
 
     def _start_relay(self, undo: ExitStack, chunks: Sequence[Chunk]) -> PeerCopies | None:
-        """Have chunks passed on to other devices as they come, if there are any, and nothing else comes besides."""
+        """Start to copy to further devices while chunks arrive, if there are such devices and no ``besides``."""
         if self._besides or not any(target.upstream for target in self._targets):
             return None
         relay = undo.enter_context(PeerCopies(self._targets, self._sizes, chunks))
@@ -257,7 +258,7 @@ class FileCopy(SupervisedThread[float]):
         return self._staging
 
     def _copy_some(self, staging: Staging, home: int) -> None:
-        """Copy what goes to one home. What the buffers take is read before there are targets."""
+        """Copy the chunks of one home. The buffers are filled before there are targets."""
         with ExitStack() as undo:
             undo.push(self._fail)
             writer = staging.writer()
@@ -278,12 +279,12 @@ class FileCopy(SupervisedThread[float]):
                     relay.pass_on(writer.arrived)
 
     def _fail(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave nothing to do to the other threads, if one has failed."""
+        """Clear the queues if this thread has failed, so that the other threads end."""
         if kind:
             self._todo.clear()
 
     def _read_next(self, writer: HostWriter | PinnedRing, home: int) -> bool:
-        """Have a writer read one of the chunks that are left to do; False if it reads enough, or there are none."""
+        """Have a writer read the next chunk; return False if the writer is busy, or no chunk is left."""
         chunk = None if writer.busy else self._todo.take(home)
         if chunk is None:
             return False
@@ -303,19 +304,19 @@ class Staging(Protocol):
     """What the threads of a copy read into."""
 
     def writer(self) -> HostWriter | PinnedRing:
-        """Return one thread's way of bringing chunks to targets."""
+        """Return the writer of one thread, which brings chunks to targets."""
 
     def close(self) -> None:
-        """Give back what it holds; no writer is used any more."""
+        """Release what it holds; no writer is used any more."""
 
 
 def make_staging(context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> Staging:
-    """Return what so many threads read into: host devices themselves, or rings of pinned memory on the way to GPUs."""
+    """Return the staging for ``rings`` threads: rings of pinned memory for GPUs, no memory for host devices."""
     return DirectStaging(depth, make_reads) if context.host else PinnedStaging(context, rings, depth, make_reads)
 
 
 class DirectStaging:
-    """No memory: files are read into host devices."""
+    """Staging without memory: files are read straight into host devices."""
 
     def __init__(self, depth: int, make_reads: Callable[[], Reads]) -> None:
         self._depth = depth
@@ -373,7 +374,7 @@ class HostWriter:
         self._reads = reads
         self._targets: Sequence[Target] = ()
         self._begun: deque[tuple[Chunk, ChunkRead]] = deque()
-        #: Chunks that are on the targets, and that nothing was done about yet.
+        #: Chunks that are on the targets and were not passed on to further devices yet.
         self.arrived: list[Chunk] = []
 
     @property
@@ -383,12 +384,12 @@ class HostWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether one has to be sent before the next one is read."""
+        """Whether a chunk has to be sent before the next one is read."""
         return len(self._begun) == self._depth
 
     @contextmanager
     def towards(self, targets: Sequence[Target]) -> Iterator[None]:
-        """Keep the targets mapped, and let the calling thread write to them; nothing does when the block is left."""
+        """Keep the targets mapped, and let the calling thread write to them; every read ends before the block does."""
         self._targets = targets
         with hold_all(targets), ExitStack() as undo:
             undo.callback(self.finish)
@@ -398,12 +399,12 @@ class HostWriter:
     def read(self, file: Readable, chunk: Chunk) -> None:
         """Start to read a chunk into its place on the first target that has it.
 
-        The gaps are zero since the memory was made.
+        The gaps are zero since the memory was allocated.
         """
         self._begun.append((chunk, self._reads.start(file, chunk, self._places(chunk)[0])))
 
     def send(self) -> int:
-        """Return the bytes of the chunk that was read first of those not sent, once all targets have it."""
+        """Wait for the oldest chunk that was not sent, copy it to all targets, and return its number of bytes."""
         chunk, read = self._begun[0]
         read.wait()
         self._begun.popleft()
@@ -414,12 +415,12 @@ class HostWriter:
         return chunk.nbytes
 
     def finish(self) -> None:
-        """Return when nothing is read any more."""
+        """Wait until no read is in progress."""
         for _, read in self._begun:
             read.finish()
 
     def close(self) -> None:
-        """Give back what the reads share."""
+        """Release what the reads share."""
         self._reads.close()
 
     def _places(self, chunk: Chunk) -> list[int]:
@@ -434,31 +435,31 @@ class _Slot:
     number: int
     pointer: int
     view: memoryview
-    #: what it is filled with, or being filled, and how; nothing if that was sent
+    #: the chunk that is in it, or is being read into it, and the read; None if that chunk was sent
     filling: tuple[Chunk, ChunkRead] | None = None
-    #: what was sent from it, unless that is known to be there
+    #: the chunk that was sent from it, until it is known to be on the targets
     sent: Chunk | None = None
-    #: the ends of copies that read the buffer
+    #: events that mark the ends of the copies that read the buffer
     readers: list[Event] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Return when nothing reads the buffer."""
+        """Wait until no copy reads the buffer."""
         while self.readers:
             self.readers.pop().wait()
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """A ring's way to one device."""
+    """A ring's stream and events on one device."""
 
     context: Context
     stream: Stream
-    #: the end of the last copy from each buffer
+    #: for each buffer the event that marks the end of the last copy from it
     copied: list[Event]
     undo: ExitStack
 
     def close(self) -> None:
-        """Give the stream and the events back; nothing uses them any more."""
+        """Destroy the stream and the events; nothing uses them any more."""
         with self.context.current():
             self.undo.close()
 
@@ -467,7 +468,7 @@ class PinnedRing:
     """Writes to GPUs: pinned buffers that are images of chunks, read into and copied from in turn."""
 
     staged = True
-    """As of a :class:`HostWriter`."""
+    """See :class:`HostWriter`."""
 
     def __init__(self, buffers: Sequence[tuple[int, memoryview]], reads: Reads) -> None:
         self._reads = reads
@@ -477,28 +478,28 @@ class PinnedRing:
         self._filled = 0
         self._targets: Sequence[Target] = ()
         self._lanes: dict[Context, _Lane] = {}
-        #: What leaves the context that stays current, and whether one was entered.
+        #: Leaves the context that stays current; and whether one was entered.
         self._inside = ExitStack()
         self._entered = False
-        #: As of a :class:`HostWriter`.
+        #: See :class:`HostWriter`.
         self.arrived: list[Chunk] = []
 
     @property
     def reading(self) -> bool:
-        """As of a :class:`HostWriter`."""
+        """See :class:`HostWriter`."""
         return bool(self._filled)
 
     @property
     def busy(self) -> bool:
-        """As of a :class:`HostWriter`. One of several buffers is left to be copied from."""
+        """See :class:`HostWriter`. If there are several buffers, one is not read into: it is copied from."""
         return self._filled >= max(len(self._slots) - 1, 1)
 
     def lane(self, context: Context) -> _Lane:
-        """Return the way to a device; it is made once."""
+        """Return the lane to a device; it is made once."""
         if context not in self._lanes:
             with context.current(), ExitStack() as undo:
                 stream = undo.enter_context(context.stream())
-                # They spin, and not for long: the other buffers are read into meanwhile.
+                # A wait for one spins, but not for long: the copy runs while the other buffers are read into.
                 copied = [undo.enter_context(context.event(spin=True)) for _ in self._slots]
                 self._lanes[context] = _Lane(context, stream, copied, undo.pop_all())
         return self._lanes[context]
@@ -536,7 +537,7 @@ class PinnedRing:
         self._filled += 1
 
     def send(self) -> int:
-        """Start the copies of the chunk that was read first of those not sent, once it is read; return its bytes."""
+        """Wait for the oldest chunk that was not sent, enqueue its copies, and return its number of bytes."""
         slot = next(self._next_sent)
         assert slot.filling
         chunk, read = slot.filling
@@ -557,13 +558,13 @@ class PinnedRing:
         return chunk.nbytes
 
     def finish(self) -> None:
-        """Return when nothing is read any more."""
+        """Wait until no read is in progress."""
         for slot in self._slots:
             if slot.filling:
                 slot.filling[1].finish()
 
     def close(self) -> None:
-        """Give back what the devices have for it, and let the buffers go; it is finished."""
+        """Destroy its streams and events, and drop the buffers; all reads and copies are finished."""
         self._slots.clear()
         self._next_read = self._next_sent = cycle(())
         with ExitStack() as undo:

@@ -34,7 +34,8 @@ class Loaded:
     tensors: int
     #: from the call to the published version, everything included
     seconds: float
-    #: the part of it that copied, and read all but what the buffers took before; the memory was there, and pinned
+    #: the part of it from when the memory was allocated and the buffers pinned until all was copied; files were read
+    #: into the buffers before
     copy_seconds: float
     #: False if another session's version existed or was published while this call waited (``if_absent``)
     loaded: bool
@@ -63,12 +64,12 @@ def load(
         broker: the session to work in.
         name: the pool; it is created if it does not exist.
         paths: as :meth:`Checkpoint.open` takes them.
-        devices: where the tensors shall be, once on each: ordinals of this process or UUIDs; by default those of the
-            ``plan``, or the first one. The files are read once, into the first; from there the bytes go on from device
-            to device, where one can read the memory of the one before it.
-        plan: for tensors by name, or by a pattern as shells have them for files (``layers.1.*``), the one device on
-            which each lies: the pool is sharded, and each tensor read into its own device. A tensor's own name goes
-            before patterns; of these the first one that matches counts. Every tensor needs an entry.
+        devices: the devices that get all tensors each: ordinals of this process or UUIDs; by default those of the
+            ``plan``, or the first one. The files are read once, into the first; each further device copies from the
+            device before it, if it can read that device's memory.
+        plan: a dict from names of tensors, or shell patterns of names (``layers.1.*``), to the one device of each: the
+            pool is sharded, and each tensor is read into its own device. A tensor's own name precedes patterns; if
+            several patterns match, the first one counts. Every tensor needs an entry.
         share: how the memory is shared, as :meth:`Broker.create` has it.
         if_absent: load only if the pool has no current version. Of many callers one loads while the others wait, up to
             ``wait`` seconds; if it fails or is killed, the next one takes over.
@@ -76,23 +77,23 @@ def load(
         wait: seconds to wait for room and for the turn to write.
         mode: who may attach and publish, as :meth:`Broker.create` has it.
         durable: whether the version stays when the broker is started again, as :meth:`Broker.create` has it.
-        owner: users whose version is taken if it exists (``if_absent``), besides this user's, root's and the broker's
-            own user's; by default those of ``$CUBROKER_OWNER``. A version of any other user is ``Denied``.
+        owner: users whose existing version is accepted (``if_absent``), in addition to this user, root and the broker's
+            own user; by default those of ``$CUBROKER_OWNER``. A version of any other user is ``Denied``.
         digest: whether the version is published with digests, as :meth:`Draft.seal` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
-        CubrokerError: of the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
-            read; of the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; of the
-            broker, as :meth:`Broker.create` says; of ``digest``, ``Unsupported`` without numpy on host devices. No
-            error leaves anything of the draft.
+        CubrokerError: about the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
+            read; about the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; from the
+            broker, as :meth:`Broker.create` says; about ``digest``, ``Unsupported`` without numpy on host devices.
+            After an error nothing of the draft is left.
     """
     began = time.perf_counter()
-    if digest and not if_absent:  # else the pool may be there, with digests
+    if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests
         need(broker.driver, name)
-    first = next(iter(devices or (plan or {}).values()), 0)  # what is no device, the request for the memory refuses
+    first = next(iter(devices or (plan or {}).values()), 0)  # `ask` below refuses anything that is not a device
     with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:
-        if not if_absent:  # else others may load, and this process has nothing to make ready for
+        if not if_absent:  # with `if_absent` another process may load, so that this one has nothing to make ready
             copy.begin()
         with Checkpoint.open(paths) as checkpoint:
             names = (entry.name for entry in checkpoint.entries)
@@ -114,7 +115,7 @@ def load(
 
 
 def trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
-    """Return the users whose version is taken: root and the broker's user, who may change every pool, and ``owner``."""
+    """Return the users whose version is accepted: root and the broker's user, who may change any, and ``owner``."""
     own = () if broker.uid is None else (broker.uid,)
     return (0, *own, *uids(owner))
 

@@ -1,7 +1,7 @@
 """The read plan: which bytes are read together, and in which order.
 
-The plan cuts files into chunks: runs of bytes that come over together, by reads in their parts and one copy per device.
-They wait in queues, one for each device that gets a part.
+The plan cuts files into chunks: runs of bytes that are read in parts and then copied as a whole, once per device.
+Chunks wait in queues, one for each device that gets a part of the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Readable(Protocol):
 
     @property
     def descriptor(self) -> int | None:
-        """The file descriptor, if it is a file; all of a copy's are files, or none is."""
+        """The file descriptor; None for an array. A copy reads either files alone or arrays alone."""
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         """Fill ``buffers``, in order, with the bytes from ``offset`` on."""
@@ -107,8 +107,8 @@ class Chunk:
 def read_plan(tensors: Iterable[tuple[StoredTensor, TensorSpec]], limit: int, turn: int = 1) -> list[Chunk]:
     """Cut tensors into chunks whose images have at most ``limit`` bytes.
 
-    Tensors that follow each other both in their file and in their allocation share chunks. Files take turns, each of
-    ``turn`` chunks, and in its last one of the rest, too.
+    Tensors that follow each other both in their file and in their allocation share chunks. The plan alternates between
+    the files, with ``turn`` chunks of each; the last turn of a file includes its remaining chunks, too.
     """
     lanes: dict[int, list[Chunk]] = {}
     for run in _runs(tensors):
@@ -133,7 +133,7 @@ def _turns(chunks: list[Chunk], turn: int) -> Iterator[list[Chunk]]:
 
 
 class ChunkQueues:
-    """Chunks that are left to do: a queue for each device that gets a part."""
+    """Chunks that are left to do: a queue for each device that gets a part of the files."""
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[Chunk]] = {}
@@ -153,12 +153,12 @@ class ChunkQueues:
             return None
 
     def clear(self) -> None:
-        """Leave nothing to do."""
+        """Drop all chunks."""
         self._queues = {}
 
 
 class _Run(NamedTuple):
-    """Bytes that lie in a row both in a file and in an allocation: one tensor's, or those of several."""
+    """Bytes that are contiguous both in a file and in an allocation, of one tensor or of several."""
 
     file: int
     offset: int
@@ -168,7 +168,7 @@ class _Run(NamedTuple):
 
 
 def _runs(tensors: Iterable[tuple[StoredTensor, TensorSpec]]) -> Iterator[_Run]:
-    """Join tensors whose bytes follow each other without a gap: as a rule nearly all of a file's."""
+    """Join tensors whose bytes follow each other without a gap: as a rule nearly all tensors of a file."""
     file = offset = allocation = start = nbytes = 0  # of the run that grows
     for entry, spec in tensors:
         if (

@@ -58,7 +58,7 @@ _ENTRY = msgspec.json.Decoder(TensorInfo)
 
 
 def header_length(first: bytes, size: int) -> int:
-    """Return the bytes of the header, by the ``LENGTH_BYTES`` that a file of ``size`` bytes begins with."""
+    """Return the header's number of bytes, which the first ``LENGTH_BYTES`` of a file of ``size`` bytes give."""
     length = int.from_bytes(first, "little")
     if length > MAX_HEADER:
         raise FormatError(f"it is no safetensors file: its header claims {length} bytes, and {MAX_HEADER} is the most")
@@ -68,7 +68,7 @@ def header_length(first: bytes, size: int) -> int:
 
 
 def parse_header(header: bytes, room: int) -> dict[str, TensorInfo]:
-    """Return the tensors of a file in the order of their bytes, which are ``room`` bytes after the header."""
+    """Return the tensors of a file in the order of their data; ``room`` is the number of bytes after the header."""
     tensors, end = dict(sorted(_entries(header).items(), key=lambda item: item[1].data_offsets)), 0
     for name, info in tensors.items():
         if mistake := _mistake(info, end, room):
@@ -94,10 +94,10 @@ def _entries(header: bytes) -> dict[str, TensorInfo]:
 
 
 def _usual_entries(header: bytes) -> dict[str, TensorInfo] | None:
-    """Return the entries of a header as they are written as a rule, in half the time; None if it may be any other.
+    """Return the entries of a header in the usual form, in half the time; None if the header may have another form.
 
-    The decoder takes the last of several equal keys, which the format forbids; so the keys are counted. Where no string
-    has an escape and no colon follows a space, a quotation mark before a colon ends a key, and each key ends so.
+    The format forbids to repeat a key, but the decoder accepts it and keeps the last value; so the keys are counted. If
+    no string has an escape and no colon follows a space, each key ends with a quotation mark before a colon.
     """
     if b"\\" in header or any(space in header for space in (b" :", b"\t:", b"\n:", b"\r:")):
         return None
@@ -142,7 +142,7 @@ def _mistake(info: TensorInfo, end: int, room: int) -> str | None:
 
 
 def parse_json(raw: bytes, form: type[T]) -> T:
-    """Decode JSON as a ``form``; refuses a key that appears twice, as the format asks."""
+    """Decode JSON as a ``form``; refuse a key that appears twice, as the format demands."""
     try:
         return msgspec.convert(json.loads(raw.decode(), object_pairs_hook=_unique), form)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:

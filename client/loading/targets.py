@@ -1,7 +1,7 @@
 """The targets of a copy: a layout's memory on each device, and copies from one to the next.
 
-Where a device can read the memory of the one before it, it gets everything from there, in pieces: each once all of its
-chunks have come (:class:`PeerCopies`).
+A device that can read the memory of the device before it copies everything from there, in pieces: each once all of its
+chunks have arrived (:class:`PeerCopies`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cubroker.client.pool import Replica
 from cubroker.driver import Context, Event
 
 P2P_PIECE = 64 << 20
-"""Bytes of one copy between devices. While a piece goes on to the next device, the one after it arrives. Passing each
-chunk on as it came took half as long again beside two H200: it is the interpreter's time that is short."""
+"""Bytes of one copy between devices. While a piece is copied to the next device, the piece after it arrives. To pass on
+each chunk by itself took half as long again on a machine with two H200, since the interpreter is the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Target:
     pointers: tuple[int | None, ...]
     #: keeps them mapped while a thread writes
     hold: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: where the device reads the allocations of the target before it, if it can
+    #: where the device reads the allocations of the target before it; None if it cannot
     upstream: tuple[int, ...] | None = None
 
 
@@ -45,7 +45,7 @@ def target_of(replica: Replica) -> Target:
 
 
 def homes_of(targets: Sequence[Target]) -> tuple[int, ...]:
-    """Return the target that has each allocation, by index; nothing if several targets have the same ones."""
+    """Return for each allocation the index of its target; nothing if an allocation is on more than one target."""
     homes = []
     for pointers in zip(*(target.pointers for target in targets), strict=True):
         owners = [number for number, pointer in enumerate(pointers) if pointer is not None]
@@ -62,7 +62,7 @@ def sources(targets: Sequence[Target]) -> Sequence[Target]:
 
 @contextmanager
 def hold_all(targets: Sequence[Target]) -> Iterator[None]:
-    """Keep all targets mapped. Each thread does so for itself: unlike its caller, it is never interrupted."""
+    """Keep all targets mapped. Each thread holds them itself: unlike the caller's thread, it is never interrupted."""
     with ExitStack() as holds:
         for target in targets:
             holds.enter_context(target.hold())
@@ -88,20 +88,20 @@ class PeerCopies:
     ::
 
         with PeerCopies(targets, sizes, chunks) as copies:
-            copies.pass_on([chunk])     # a piece is on its way to the others once all of its chunks are there
+            copies.pass_on([chunk])     # copies a piece once all of its chunks have arrived
             copies.finish()
 
     Args:
         targets: where the memory is; they are kept mapped within the block.
         sizes: bytes of each allocation.
-        chunks: the chunks of which the targets without an upstream are filled; none: all is there already.
+        chunks: the chunks that fill the targets without an upstream; empty if these targets are filled already.
     """
 
     def __init__(self, targets: Sequence[Target], sizes: Sequence[int], chunks: Iterable[Chunk] = ()) -> None:
         self._targets = targets
         self._sizes = sizes
         self._missing = Counter(chain.from_iterable(map(_pieces, chunks)))
-        #: Those that were not begun, in order.
+        #: Pieces whose copies were not enqueued yet, in order.
         self._left = dict.fromkeys(
             (number, piece) for number, size in enumerate(sizes) for piece in range(-(-size // P2P_PIECE))
         )
@@ -117,11 +117,11 @@ class PeerCopies:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()  # closing a stream waits for it
-        self._targets = ()  # to refer to them would keep the draft's memory, as a traceback does this
+        self._targets = ()  # a traceback may keep this object, and would keep the draft's memory with it
         self._copiers = []
 
     def pass_on(self, arrived: list[Chunk]) -> None:
-        """Take chunks that have come to the targets without an upstream, and begin the pieces that are whole."""
+        """Remove chunks that have arrived from the list, and enqueue the copies of pieces that are now complete."""
         while arrived:
             for piece in _pieces(arrived.pop()):
                 self._missing[piece] -= 1
@@ -129,7 +129,7 @@ class PeerCopies:
                     self._begin(piece)
 
     def finish(self) -> None:
-        """Return when every piece is everywhere; those that were not begun have all that they will have."""
+        """Enqueue the copies of all pieces that are left, and wait until every copy is done."""
         for piece in [*self._left]:
             self._begin(piece)
         for copier in self._copiers:
@@ -160,7 +160,7 @@ class _PeerCopier:
         self._copied = undo.enter_context(target.context.event())
 
     def copy(self, allocation: int, start: int, nbytes: int, before: Event | None) -> Event:
-        """Start the copy of one piece, to be made after ``before``; return its end."""
+        """Enqueue the copy of one piece after the event ``before``; return the event that marks its end."""
         pointer, upstream = self._target.pointers[allocation], self._target.upstream
         assert upstream
         assert pointer is not None

@@ -1,8 +1,8 @@
 """The threads of a load or a comparison, and how an interrupt of the caller ends them.
 
-An interrupt of the caller stops the work without ever reaching into it. Python delivers signals to the main thread
-alone, and there even its own ``Thread.start``, ``Condition`` and executors can be left broken. So the caller starts all
-work with one call into C, and then only waits.
+An interrupt of the caller stops the work without ever being raised inside it. Python delivers signals to the main
+thread alone, where they can break even Python's own ``Thread.start``, ``Condition`` and executors. So the caller starts
+all work with one call into C, and then only waits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ REPORT_SECONDS = 0.1
 """Seconds between reports of progress."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes there are."""
+"""Called with the bytes done so far and the bytes in all."""
 
 
 class Clearable(Protocol):
-    """What is left to do."""
+    """A collection of work that is left to do."""
 
     def clear(self) -> None:
-        """Leave nothing."""
+        """Drop all of it."""
 
 
 P = ParamSpec("P")
@@ -52,7 +52,7 @@ def run_workers(
     Args:
         name: of the thread.
         todo: what is left to do; the work ends when it is empty.
-        work: does it with as many threads as ``done`` has numbers; each counts there the bytes that it has done.
+        work: does the work with ``len(done)`` threads; each counts the bytes that it has done in its item of ``done``.
         total: bytes in all.
         progress: called by this thread, now and then, with bytes done and bytes in all.
     """
@@ -66,12 +66,12 @@ def run_workers(
 
 
 def count_threads(tasks: int, limit: int) -> int:
-    """Return how many threads share some tasks: no more than there are cores."""
+    """Return how many threads share some tasks: at most ``limit``, and at most one per core."""
     return max(1, min(len(os.sched_getaffinity(0)), limit, tasks))
 
 
 def drain(todo: deque[T], do: Callable[[T], None]) -> None:
-    """Call ``do`` with one item after the other until none is left; an error leaves none to other threads either."""
+    """Call ``do`` with one item after the other until none is left; an error drops the items of all threads."""
     try:
         while True:
             try:
@@ -84,7 +84,7 @@ def drain(todo: deque[T], do: Callable[[T], None]) -> None:
 
 
 class WorkerThreads(ThreadPoolExecutor):
-    """The threads that share what is left ``todo``. If one of them cannot start, nothing is left to the others."""
+    """The threads that share the work ``todo``. If a thread cannot start, ``todo`` is cleared, so that all end."""
 
     def __init__(self, count: int, name: str, todo: Clearable) -> None:
         super().__init__(count, name)
@@ -92,7 +92,7 @@ class WorkerThreads(ThreadPoolExecutor):
         self._todo = todo
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> futures.Future[T]:
-        """Have a thread call ``fn``; raises ``Unavailable`` if there is none."""
+        """Have a thread call ``fn``; raises ``Unavailable`` if no thread can start."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
@@ -111,7 +111,7 @@ class SupervisedThread(ABC, Generic[T]):
     """
 
     def __init__(self, name: str) -> None:
-        #: Whether the caller has no use for the result.
+        #: Whether the caller no longer wants the result.
         self.dropped = False
         self._owner = OwnerProcess()
         self._name = name
@@ -123,17 +123,17 @@ class SupervisedThread(ABC, Generic[T]):
 
     @abstractmethod
     def work(self) -> T:
-        """Do it, on the thread."""
+        """Do the work, on the thread."""
 
     @abstractmethod
     def stop(self) -> None:
         """Make the work end early: called in the caller's thread, at any time, also when it is done."""
 
     def clean(self) -> None:
-        """Called on the thread at last, when the result is out already; raises nothing."""
+        """Clean up, on the thread, after the result was handed over; raises nothing."""
 
     def begin(self) -> None:
-        """Start the thread; raises ``Unavailable`` if it is certain by now that threads have run out."""
+        """Start the thread; raises ``Unavailable`` if it is already certain that threads have run out."""
         try:
             start_new_thread(self._start, ())
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class SupervisedThread(ABC, Generic[T]):
     def result(self, report: Callable[[], None] | None = None) -> T:
         """Return the value of the work, or raise its error, or ``Unavailable`` if threads have run out.
 
-        ``report`` is called by this thread, now and then, and at last when the work is done.
+        ``report`` is called by this thread, now and then, and once more when the work is done.
         """
         while not self._done.wait(REPORT_SECONDS if report else None):
             if report:
@@ -157,16 +157,16 @@ class SupervisedThread(ABC, Generic[T]):
         return cast(T, self._value)
 
     def drop(self) -> None:
-        """Have the work end, and return when it is over; an interrupt of this wait is raised only then."""
+        """Stop the work and wait until it has ended; an interrupt of this wait is raised only then."""
         self._leave(self._done)
 
     def end(self) -> None:
-        """Do the same, and return when ``clean`` is over as well. In a forked child there is nothing to end."""
+        """Do the same, and wait for ``clean`` as well. In a forked child there is nothing to end."""
         self._leave(self._over)
         self._error = None  # of work whose result is not wanted any more
 
     def _leave(self, future: Future[None]) -> None:
-        if not self._owner.here():  # which has no such thread to wait for
+        if not self._owner.here():  # a forked child does not have the thread
             return
         self.dropped = True
         self.stop()
@@ -193,7 +193,7 @@ class SupervisedThread(ABC, Generic[T]):
     def _run(self) -> None:
         self._begun = True
         try:
-            if not self.dropped:  # whichever of this and `end` comes last sees the other's first line
+            if not self.dropped:  # `_leave` sets it and then reads `_begun`: at least one sees the other's
                 self._value = self.work()
         except BaseException as error:  # noqa: BLE001  the caller raises it
             self._error = error

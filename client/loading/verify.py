@@ -67,7 +67,7 @@ def verify(
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
-        CubrokerError: of the files, as :meth:`Checkpoint.open` says; of the pool, as :meth:`Broker.attach` says.
+        CubrokerError: about the files, as :meth:`Checkpoint.open` says; about the pool, as :meth:`Broker.attach` says.
     """
     with Checkpoint.open(paths) as checkpoint, broker.attach(name, version=version, device=device) as pool:
         specs = {spec.name: spec for spec in pool.layout.tensors}
@@ -140,7 +140,7 @@ class _Comparer:
         self._views = {}
 
     def compare(self, done: list[int]) -> list[tuple[str, int]]:
-        """Return the tensor and its first differing byte, for every piece that is not as in its file."""
+        """Return the tensor and its first differing byte, for every piece that differs from its file."""
         found: list[tuple[str, int]] = []
         with WorkerThreads(len(done), "cubroker-verify", self._todo) as pool:
             list(pool.map(lambda number: self._work(done, number, found), range(len(done))))
@@ -161,7 +161,7 @@ class _Comparer:
         drain(self._todo, compare)
 
     def _read(self, piece: _Piece, buffer: bytearray) -> memoryview:
-        """Return the pool's bytes: themselves on a host device, a copy on a GPU."""
+        """Return the pool's bytes: the memory itself on a host device, a copy on a GPU."""
         context, pointer = self._locate(piece)
         if context.host:
             return at_address(pointer, piece.count)
