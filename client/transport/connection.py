@@ -27,28 +27,28 @@ from cubroker.protocol.messages import Descriptors, Farewell, GatewayChanged, Po
 from cubroker.protocol.paths import REQUEST_SOCKET
 
 BATCH = 256
-"""Answers that are read before requests get their turn."""
+"""The most answers that are read before requests are sent again."""
 
 BATCH_BYTES = 1 << 20
-"""Their bytes, without those of the last one."""
+"""The most bytes of these answers, not counting the last one."""
 
 QUEUED = 8
-"""Requests that libzmq queues for a gateway that does not read. Later ones wait in the outbox, and while any is there
-none is sent again: requests have up to ten megabytes, and each copy would be kept. A smaller number makes floods of
-requests slower: libzmq says that there is room after each half of them."""
+"""Requests that libzmq queues for a gateway that does not read. Later requests wait in the outbox, and until it is
+empty no request is sent a second time: a request has up to ten megabytes, and each copy would be kept. A smaller number
+makes floods of requests slower: libzmq reports room only when half of the queue was read."""
 
 
 class Waker:
-    """Wakes the connection's thread from any other while it sleeps; harmless once closed.
+    """Wakes the connection's thread, when it sleeps, from any other thread; harmless once closed.
 
-    Nothing is locked: a signal handler that has interrupted :meth:`set` may wait for the session's own threads, and
-    they wake each other.
+    It has no lock: a signal handler that interrupts :meth:`set` may wait for the session's own threads, which call
+    :meth:`set` too.
     """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fds = [self.fd]  # until it is closed
-        #: Whether the thread sleeps; it alone says so.
+        #: Whether the thread sleeps; the thread alone sets it.
         self._asleep = True
         self._open = True
         #: One entry for each call that may be writing to the descriptor, and so keeps it open.
@@ -58,8 +58,8 @@ class Waker:
         """Wake the thread, unless it is awake: then it looks for work before it sleeps."""
         if self._asleep:
             try:
-                self._writing.append(None)  # in here: an interrupt can only come after the call
-                if self._open:  # looked at last: `close` either sees the entry, or is seen here
+                self._writing.append(None)  # inside the `try`: an interrupt can only come after the call
+                if self._open:  # read last: either `close` sees the entry, or this line sees `close`
                     os.eventfd_write(self.fd, 1)
             finally:
                 self._writing.pop()
@@ -67,23 +67,23 @@ class Waker:
                     self.close()
 
     def rest(self) -> None:
-        """The thread is going to sleep: it looks for work once more, and is woken for what comes later."""
+        """Note that the thread is about to sleep: it looks for work once more, and is woken for any later work."""
         self._asleep = True
 
     def rise(self, *, woken: bool) -> None:
-        """The thread is awake, ``woken`` by :meth:`set` or by something else."""
+        """Note that the thread is awake, ``woken`` by :meth:`set` or by something else."""
         if woken:
             os.eventfd_read(self.fd)
         self._asleep = False
 
     def close(self) -> None:
-        """Close the descriptor, or have the last call do so that is writing to it."""
+        """Close the descriptor; while calls of :meth:`set` are writing to it, the last of these closes it."""
         self._open = False
         if not self._writing:
             self.disown()
 
     def disown(self) -> None:
-        """Close the descriptor, also in a forked child, where a lost thread may be writing to it for ever."""
+        """Close the descriptor, also in a forked child, where a write by a thread that is not there never ends."""
         self._open = False
         with suppress(IndexError):
             os.close(self._fds.pop())
@@ -122,22 +122,22 @@ class Connection:
         self._thread = SessionThread(target=self._run, name="cubroker-connection", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return when it can send, or raise an error that says what it is short of."""
+        """Start the thread and return when it can send; raise an error that names the resource that it lacks."""
         with zmq_preflight.turn():
             zmq_preflight.try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
             self._thread.start()
         self._ready.result()
 
     def discard(self) -> None:
-        """Undo a :meth:`start` that failed, was interrupted or never came: close everything."""
+        """Undo a :meth:`start` that failed, was interrupted or was never called: close everything."""
         if self._begun.acquire(blocking=False):
             self._close()
         else:
             self.stop()
-            self._thread.join()  # it polls what would be closed
+            self._thread.join()  # it polls the descriptors that would be closed
 
     def stop(self, *, quietly: bool = False) -> None:
-        """Tell the thread to close everything; returns at once. ``quietly``: threads that wait are left waiting."""
+        """Tell the thread to close everything; do not wait for it. ``quietly``: threads that wait are left waiting."""
         self._quiet = quietly
         self._stopping = True
         self._waker.set()
@@ -147,14 +147,14 @@ class Connection:
         self._thread.join()
 
     def disown(self) -> None:
-        """Close the inherited descriptors in a forked child. libzmq's are left alone: its threads are not here."""
+        """Close the inherited descriptors in a forked child, except libzmq's: its threads do not exist there."""
         self._channel.close()
         self._waker.disown()
 
     def _dial(self, dealer: zmq.Socket[bytes]) -> None:
         self._dealer = dealer
         dealer.linger = 0
-        dealer.immediate = True  # while there is no gateway, requests wait here, and are not queued twice
+        dealer.immediate = True  # while there is no gateway, requests wait in the outbox, not in libzmq as well
         dealer.sndhwm = QUEUED
         dealer.rcvhwm = 0
         dealer.maxmsgsize = wire.MAX_MESSAGE
@@ -173,7 +173,7 @@ class Connection:
             reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {explain(error)}")
         finally:
             if self._ready.done() and not self._stopping:
-                self.lost = reason.message  # before those hear of it who wait
+                self.lost = reason.message  # set before the threads that wait are woken
             self._ready.fail(reason)
             self._requests.close(reason, quietly=self._quiet)
             if not self._quiet:
@@ -235,9 +235,10 @@ class Connection:
         return None
 
     def _redial(self) -> None:
-        """Connect to the next gateway by another socket: one that disconnects still takes requests, and loses them.
+        """Connect to the next gateway by a new socket: one that is disconnected still accepts requests, and loses them.
 
-        Without a descriptor for another one now, the same has to do; what it loses is sent again as overdue.
+        If the process has no descriptor left for a new socket, reconnect the old one; the requests that it loses are
+        sent again when they are overdue.
         """
         try:
             dealer = self._context.socket(zmq.DEALER)
@@ -257,9 +258,9 @@ class Connection:
                 self._receiver.settled(request, answer.body)
 
     def _read(self) -> list[bytes]:
-        """Return the answers that are there, or as many as are read before requests get their turn.
+        """Return the answers that have arrived, up to the limits of a batch.
 
-        All are read before any is settled: a thread that is woken by its answer would run in between, at every one.
+        All are read before any is settled: otherwise each answer would wake a thread, which runs before the next read.
         """
         found, room = list[bytes](), BATCH_BYTES
         while room > 0 and len(found) < BATCH:
@@ -267,7 +268,7 @@ class Connection:
                 data = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if data:  # else it follows a large answer, for the gateway to count
+            if data:  # an empty message follows a large answer, so that the gateway's count of messages allows for it
                 found.append(data)
                 room -= len(data)
         return found

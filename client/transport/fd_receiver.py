@@ -36,7 +36,7 @@ from cubroker.protocol.messages import (
 SIZE = array("i").itemsize
 
 Deliver = Callable[[Sequence[int] | CubrokerError], None]
-"""Takes the descriptors of a lease, all and in order, or the reason for none. Must be quick."""
+"""Receives all descriptors of a lease, in order, or the error instead. Must be quick."""
 
 
 def due(reply: Attached | Created) -> int:
@@ -59,19 +59,19 @@ def fabric(reply: Attached | Created) -> tuple[bytes, ...]:
 
 
 class _Lease(msgspec.Struct):
-    """The descriptors that came for one lease so far."""
+    """The descriptors that have arrived for one lease so far."""
 
-    #: those that came
+    #: those that this process received
     descriptors: list[int] = msgspec.field(default_factory=list)
     #: how many were sent; the kernel may not have been able to give this process all of them
     count: int = 0
     #: how many will be sent in all, once the answer has said so
     left: int = 0
-    #: takes them; None until the answer came
+    #: receives them; None until the answer has come, and once they were delivered
     deliver: Deliver | None = None
     #: name and version of the pool
     version: tuple[str, int] = ("", 0)
-    #: the notice that they come with; None: they come with the lease
+    #: the notice that they come with; None if they come with the lease
     notice: Rebound | None = None
 
 
@@ -82,15 +82,15 @@ class FdReceiver:
         self._open: set[int] = set()
         #: Leases whose descriptors are on their way.
         self._leases: dict[int, _Lease] = {}
-        #: The lease that was expected last: an answer is settled right after it was dealt with.
+        #: The lease of the last :meth:`expect`. :meth:`settled` is called right after an answer was handled.
         self._claimed = 0
-        #: Leases whose descriptors are not waited for any more: those that come are closed.
+        #: Leases that wait for no more descriptors: any that arrive are closed.
         self._over: set[int] = set()
         #: Versions whose memory is lost, and why.
         self._losses: dict[tuple[str, int], str] = {}
         #: Members of ``_over`` that have ended, though some of their descriptors may still be unread.
         self._ended: list[int] = []
-        #: What comes with the last notice of each lease.
+        #: The descriptors that come with the last notice of each lease.
         self._rebound: dict[int, _Lease] = {}
         self._failed = False
 
@@ -114,7 +114,7 @@ class FdReceiver:
         return data, descriptors
 
     def put(self, notice: Descriptors, descriptors: Sequence[int]) -> None:
-        """Deliver descriptors that came, or keep them until the lease's answer is there."""
+        """Deliver descriptors that have arrived, or keep them until the lease's answer comes."""
         lease = self._awaiting(notice)
         if lease is None or notice.first < lease.count:  # a broker that was started again sends them once more
             return self.close(descriptors)
@@ -123,9 +123,9 @@ class FdReceiver:
         return self._deliver(notice.lease)
 
     def expect(self, lease: int, count: int, deliver: Deliver, version: tuple[str, int] = ("", 0)) -> None:
-        """Deliver the ``count`` descriptors of a lease on ``version`` of a pool, one at least, once all are there."""
+        """Deliver the ``count`` descriptors, at least one, of a lease on ``version`` of a pool once all are there."""
         self._claimed = lease
-        self._over.discard(lease)  # it may be sent others
+        self._over.discard(lease)  # further descriptors may be sent for the lease
         waiting = self._leases.setdefault(lease, _Lease())
         waiting.left, waiting.deliver, waiting.version = count, deliver, version
         self._deliver(lease)
@@ -133,15 +133,15 @@ class FdReceiver:
             self._give_up(lease)
 
     def lose(self, loss: PoolLost) -> None:
-        """The memory of a version went with an earlier broker: descriptors of it that did not come never will."""
+        """Note that a version's memory was lost with an earlier broker; fail the leases that wait for descriptors."""
         self._losses[loss.name, loss.version] = loss.why
         for number in [number for number, lease in self._leases.items() if lease.version == (loss.name, loss.version)]:
             self._give_up(number)
 
     def rebound(self, notice: Rebound, deliver: Deliver) -> None:
-        """Deliver the descriptors that come with a notice, and none of the notice before it.
+        """Deliver the descriptors that come with a notice, and close those of the notice before it.
 
-        Those that came with the lease itself go first, as far as they are there: no more of these come.
+        Before these, deliver the descriptors of the lease itself that have arrived: no more of them come.
         """
         self._drop_rebound(notice.lease)
         left = sum(len(replica.handles) for replica in notice.replicas) + len(notice.team.sizes)
@@ -154,7 +154,7 @@ class FdReceiver:
         return self._failed or (last and last.notice) is not notice
 
     def settled(self, request: Request, reply: Reply) -> None:
-        """An answer has come, and was dealt with: descriptors of it that are not expected by now never will be."""
+        """Note that an answer was handled; if that called no :meth:`expect`, close the lease's descriptors."""
         if isinstance(reply, Attached | Created):
             if reply.lease != self._claimed and due(reply):
                 self._over.add(reply.lease)
@@ -165,14 +165,14 @@ class FdReceiver:
             self._ended.append(request.lease)
 
     def drained(self) -> None:
-        """The session socket had nothing to read: nothing comes any more for leases that ended before."""
+        """Note that the session socket had nothing to read: no descriptors come for leases that ended before."""
         self._over.difference_update(self._ended)
         for lease in self._ended:
             self._drop_rebound(lease)
         self._ended.clear()
 
     def fail(self, reason: CubrokerError) -> None:
-        """The connection is over: nothing comes any more."""
+        """Fail the leases that wait for descriptors, since the connection is over."""
         self._failed = True
         leases = [*self._leases.values(), *self._rebound.values()]
         self._leases, self._rebound = {}, {}
@@ -189,12 +189,12 @@ class FdReceiver:
                 self._open.discard(descriptor)
 
     def disown(self) -> None:
-        """In a forked child: close what was inherited."""
+        """Close the inherited descriptors in a forked child."""
         while self._open:
             os.close(self._open.pop())
 
     def _give_up(self, number: int) -> None:
-        """Fail a lease whose descriptors are waited for, since its version is lost; nothing if they had come."""
+        """Fail a lease that waits for descriptors of a lost version; do nothing if they were delivered."""
         if (lease := self._leases.pop(number, None)) is None:
             return
         assert lease.deliver

@@ -23,20 +23,20 @@ from cubroker.protocol.paths import NAMED, SESSION_SOCKET, SYSTEM, check, direct
 T = TypeVar("T")
 
 ATTEMPTS = 5
-"""Connections that are tried: a killed broker takes along those that it has not welcomed."""
+"""Connections that are tried: when a broker is killed, those that it has not welcomed end."""
 
 FIRST_PAUSE = 0.02
 LAST_PAUSE = 1.0
-"""Seconds until a broker that does not serve yet is looked for again: the first pause, which doubles, and the longest.
+"""Seconds between attempts to reach a broker that does not serve yet: the first pause, which doubles, and the longest.
 
-Nothing tells of a socket that begins to listen, and a look costs a few system calls.
+The kernel has no notification for a socket that begins to listen, and an attempt costs a few system calls.
 """
 
 SHORTEST = 0.001
-"""Seconds for the answer where connecting took all the time."""
+"""Seconds to wait for the answer if connecting took all the time."""
 
 MANAGER = Path("/run/systemd/system")
-"""A folder that exists where systemd is the first process (sd_booted(3))."""
+"""A folder that exists if systemd is the first process (sd_booted(3))."""
 
 CREDENTIALS = struct.Struct("iII")
 """``struct ucred``: pid, uid and gid."""
@@ -51,7 +51,7 @@ class Silent(NotServing):
 
 
 class Patience:
-    """When to look again for a broker that has ``wait`` seconds to come; 0: now or never."""
+    """The pauses between attempts to reach a broker within ``wait`` seconds; 0: a single attempt."""
 
     def __init__(self, wait: float) -> None:
         self._wait = wait
@@ -60,7 +60,7 @@ class Patience:
         self._denied = False
 
     def pause(self, error: NotServing | Denied) -> float:
-        """Return for how many seconds to pause after an ``error``; raises it, or ``TimedOut`` when the time is over."""
+        """Return the seconds to pause after ``error``; raise ``error`` itself, or ``TimedOut`` if the time is over."""
         if not self._wait or (self._denied and isinstance(error, Denied)):
             raise error
         self._denied = isinstance(error, Denied)
@@ -75,13 +75,13 @@ def until_served(attempt: Callable[[], T], wait: float, pause: Callable[[float],
     """Call ``attempt`` until it finds a broker that serves, and return what it returns.
 
     Args:
-        attempt: raises ``NotServing`` while there is none. ``Denied`` counts when it is raised twice: a new socket is
-            its maker's alone, for a moment, before others are let in.
-        wait: seconds that a broker has to come; 0: now or never.
+        attempt: raises ``NotServing`` while no broker serves. ``Denied`` is final if it is raised twice in a row: for a
+            moment a new socket admits its maker alone.
+        wait: seconds until a broker has to serve; 0: a single attempt.
         pause: sleeps for so many seconds, or raises an error that ends the wait.
 
     Raises:
-        TimedOut: none came in time.
+        TimedOut: no broker served in time.
     """
     patience = Patience(wait)
     while True:
@@ -114,7 +114,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
 
 
 def ping(directory: Path, timeout: float) -> str:
-    """Ask the broker that serves ``directory``, without a session, why it lends nothing new; "" if it does.
+    """Ask the broker that serves ``directory``, without a session, why it lends nothing new; "" if it lends.
 
     Raises:
         Silent: a socket listens, but nothing answers in time, as during a restart.
@@ -132,7 +132,7 @@ def ping(directory: Path, timeout: float) -> str:
 
 
 def _insist(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socket, Greeting]:
-    """Greet within ``timeout`` seconds in all, and again where the broker ended before it answered."""
+    """Greet within ``timeout`` seconds in all; greet again if the broker ended before it answered."""
     check(directory)
     _check_owner(directory)
     deadline = time.monotonic() + timeout
@@ -163,12 +163,13 @@ def _greet(directory: Path, deadline: float, hello: Hello) -> tuple[socket.socke
 
 
 def _connect(channel: socket.socket, path: str, deadline: float) -> None:
-    """Connect within the kernel's own time limit: with Python's, connect() gives up at once when the backlog is full.
+    """Connect under the kernel's own time limit: under Python's, connect() fails immediately if the backlog is full.
 
-    A signal ends the call earlier; Python then reports a connection under way, which this socket type never has.
+    A signal ends the call early. Python then returns as if the connection were in progress, which a socket of this type
+    never is, so this function connects again.
     """
     while (left := deadline - time.monotonic()) > 0:
-        limit = struct.pack("ll", *divmod(ceil(left * 1e6), 1_000_000))  # never 0, which is no limit
+        limit = struct.pack("ll", *divmod(ceil(left * 1e6), 1_000_000))  # never 0, which would be no limit
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         channel.connect(path)
         with suppress(OSError):
@@ -184,7 +185,7 @@ def hang_up(channel: socket.socket) -> None:
 
 
 def _check_owner(directory: Path) -> None:
-    """Refuse a directory in the place of this user's broker that another user made, who may pose as it."""
+    """Refuse the directory of this user's broker if another user made it, who may pose as the broker."""
     if directory == directory_of(os.getuid()):
         with suppress(FileNotFoundError):
             owner = directory.lstat().st_uid
@@ -195,7 +196,7 @@ def _check_owner(directory: Path) -> None:
 
 
 def _ask(channel: socket.socket, hello: bytes) -> bytes:
-    """Greet, and return the answer. A refusal before the greeting breaks the connection, and can still be read."""
+    """Greet, and return the answer. A broker that refuses before the greeting hangs up; its refusal can be read."""
     with suppress(BrokenPipeError, ConnectionResetError):
         _say(channel, hello)
     try:
@@ -205,9 +206,9 @@ def _ask(channel: socket.socket, hello: bytes) -> bytes:
 
 
 def _say(channel: socket.socket, data: bytes) -> None:
-    """Send a greeting. Root names process 1 as the sender, where it may, which proves its capabilities to the broker.
+    """Send a greeting. Root names process 1 as the sender if it may, which proves its capabilities to the broker.
 
-    The kernel allows that with CAP_SYS_ADMIN over this process's pid namespace alone.
+    The kernel allows that only with CAP_SYS_ADMIN over this process's pid namespace.
     """
     if os.geteuid() == 0:
         proof = CREDENTIALS.pack(1, os.geteuid(), os.getegid())

@@ -1,13 +1,13 @@
 """Requests on their way to the broker, and the futures that bring their answers. Nothing here touches a socket.
 
-What waits is written once, as *steps*: a generator that yields each future that it waits for. :func:`run` goes through
-them and blocks its thread; :func:`run_in_loop` lets an event loop run meanwhile.
+Every call that waits is written once, as *steps*: a generator that yields each future that it waits for. :func:`run`
+runs the steps and blocks its thread; :func:`run_in_loop` runs them in an event loop, which continues while they wait.
 
 Any thread posts requests, by one call into C; the connection's thread numbers, encodes and settles them. So no lock is
 held while a request is made, and a signal handler that interrupts a request may make another.
 
 A request is sent again under its number when the gateway was replaced, and once a second while it is unanswered: the
-broker answers it again and does it once.
+broker executes it once, and answers it each time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ PART = 1.0
 """Seconds: the longest part of a wait with a limit."""
 
 SHORT = 0.01
-"""Seconds: a wait as short as this has no parts."""
+"""Seconds: a wait as short as this is not divided into parts."""
 
 UNWANTED = Unavailable("its caller has stopped waiting")
 
 Settle = Callable[[Reply | CubrokerError], None]
-"""Takes the answer of a request, or the reason for none. Runs on the connection's thread: it must be quick."""
+"""Receives the answer of a request, or the error instead. Runs on the connection's thread: it must be quick."""
 
 
 class Future(Generic[T]):
@@ -67,20 +67,20 @@ class Future(Generic[T]):
         self._gate = Lock()  # held until the delivery
         self._gate.acquire()
         self._taken = Lock()  # held from the delivery on
-        self._done = False  # decides: a waiter that is interrupted while it passes the gate leaves it shut
+        self._done = False  # authoritative: a waiter interrupted between acquire and release leaves the gate locked
         self._value: T | None = None
         self._error: CubrokerError | None = None
         self._abandoned = False
         self._calls: list[Callable[[], None]] = []  # for the delivery
 
     def done(self) -> bool:
-        """Whether :meth:`result` would return or raise at once."""
+        """Whether :meth:`result` would return or raise without waiting."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds (None: without limit); returns whether there was a delivery.
 
-        Time in which this process is stopped hardly counts: the wait has parts, and a stop costs one of them.
+        The wait is divided into parts: time in which this process is stopped counts as one part at most.
         """
         left = inf if timeout is None else timeout
         part = min(PART, max(left / 10, SHORT), max(left, 0.0))
@@ -106,7 +106,7 @@ class Future(Generic[T]):
         self.take([value])
 
     def take(self, box: list[T]) -> None:
-        """Deliver the value in a box, and empty it, so that the receiver's reference is the last one at once."""
+        """Deliver the value in a box and empty the box, so that the sender keeps no reference to the value."""
         if self._taken.acquire(blocking=False):
             self._value = box.pop()
             if self._abandoned:
@@ -132,18 +132,18 @@ class Future(Generic[T]):
 
     def abandon(self) -> None:
         """Drop the value, now or when it comes. A traceback may keep this object alive for long."""
-        # The later one of this and `set` sees the first line of the other, so the value never stays.
+        # `take` stores the value and then reads `_abandoned`. One of the two drops the value, whatever their order.
         self._abandoned = True
         self._value = None
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Make a quick call when there is a delivery: on the thread that delivers, or on this one, or on both."""
+        """Make a quick call after the delivery: on the thread that delivers, or on this one, or on both."""
         self._calls.append(call)
-        if self._done:  # looked at last: a delivery either sees the call, or is seen here
+        if self._done:  # read last: either the delivery sees the call, or this line sees the delivery
             call()
 
     def forget(self, call: Callable[[], None]) -> None:
-        """Undo :meth:`when_done`, unless the call is made by now."""
+        """Undo :meth:`when_done`, unless the call was made already."""
         self._calls.remove(call)
 
     def _call(self) -> None:
@@ -154,13 +154,13 @@ class Future(Generic[T]):
 Steps: TypeAlias = Generator[tuple[Future[Any], float | None], bool, T]
 """A call that waits, as a generator, which returns what the call does.
 
-It yields each future that it waits for, and for how many seconds (None: without limit), and is sent what
-:meth:`Future.wait` returns. Closing it gives the call up: it gives back what is on its way to it.
+It yields each future that it waits for, with the seconds to wait (None: without limit), and is sent what
+:meth:`Future.wait` returns. Closing the generator abandons the call, which gives back what it was about to receive.
 """
 
 
 def run(steps: Steps[T]) -> T:
-    """Go through steps, and block this thread while they wait."""
+    """Run steps, and block this thread while they wait."""
     try:
         wanted = next(steps)
         while True:
@@ -169,11 +169,11 @@ def run(steps: Steps[T]) -> T:
     except StopIteration as ended:
         return cast(T, ended.value)
     finally:
-        steps.close()  # an interrupt came while they waited, not in their own code
+        steps.close()  # for an interrupt that came while they waited, outside of their own code
 
 
 def beside(steps: Steps[T], call: Callable[[], object]) -> Steps[T]:
-    """Return steps that make a call before they wait for the first time; what it raises gives them up."""
+    """Return steps that make ``call`` before they wait for the first time; if it raises, they are abandoned."""
     try:
         wanted = next(steps)
         call()
@@ -186,7 +186,7 @@ def beside(steps: Steps[T], call: Callable[[], object]) -> Steps[T]:
 
 
 async def run_in_loop(steps: Steps[T]) -> T:
-    """Go through steps, and let the event loop of this task run while they wait."""
+    """Run steps, and let the event loop of this task continue while they wait."""
     try:
         wanted = next(steps)
         while True:
@@ -194,12 +194,12 @@ async def run_in_loop(steps: Steps[T]) -> T:
     except StopIteration as ended:
         return cast(T, ended.value)
     finally:
-        steps.close()  # this task was cancelled while they waited
+        steps.close()  # for a task that was cancelled while they waited
 
 
 async def _arrives(future: Future[Any], timeout: float | None) -> bool:
-    """As :meth:`Future.wait`, in an event loop."""
-    import asyncio  # it takes as long as all of this package, and who awaits has it
+    """Wait as :meth:`Future.wait` does, in an event loop."""
+    import asyncio  # not above: it takes as long to import as all of this package, and a caller in a loop has it
 
     loop = asyncio.get_running_loop()
     arrived = loop.create_future()
@@ -225,7 +225,7 @@ async def _arrives(future: Future[Any], timeout: float | None) -> bool:
 
 
 def blocking(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
-    """Make a method that blocks of the one that returns its steps, which remains as ``__wrapped__``."""
+    """Turn a method that returns steps into one that blocks; the former remains as ``__wrapped__``."""
 
     @wraps(steps)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -254,7 +254,7 @@ class Pending:
         self.settle = settle
 
     def end(self, outcome: Reply | CubrokerError) -> None:
-        """Settle it, once."""
+        """Settle the request; only the first call has an effect."""
         if not self.settled:
             self.settled = True
             self.settle(outcome)
@@ -288,7 +288,7 @@ class Requests(NotPicklable):
     def submit(self, body: Request) -> Future[Reply]:
         """Send a request without waiting. The future's result is the reply; :class:`Failed` is raised as its error.
 
-        A caller that asks for leases this way opens and closes them itself; their descriptors are closed.
+        A caller that asks for leases this way opens and closes them itself; descriptors that come for them are closed.
         """
         future: Future[Reply] = Future()
         self.post(body, Pending(future.settle))
@@ -299,17 +299,17 @@ class Requests(NotPicklable):
         self.post(body, Pending(settle))
 
     def post(self, body: Request, pending: Pending) -> None:
-        """Send a request whose ``pending`` the caller keeps, to :meth:`cancel` it."""
+        """Send a request whose ``pending`` the caller keeps, so that it can :meth:`cancel` the request."""
         self._owner.check()
         pending.body = body
         self._put(pending)
 
     def cancel(self, pending: Pending) -> None:
-        """Tell the broker that no caller waits for the answer, unless it came. What was never posted is settled."""
+        """Tell the broker, unless it has answered, that no caller waits; settle a request that was not sent yet."""
         self._put(partial(self._cancel, pending))
 
     def call(self, task: Callable[[], None]) -> None:
-        """Call ``task`` on the connection's thread, after what was posted before; on this one if that has ended."""
+        """Call ``task`` on the connection's thread, after what was posted before; if that has ended, on this thread."""
         self._owner.check()
         self._put(task)
 
@@ -329,9 +329,9 @@ class Requests(NotPicklable):
     def _put(self, posted: Pending | Callable[[], None]) -> None:
         self._posted.append(posted)
         self._wake()
-        if self._closed:  # looked at last: `close` either sees what was posted, or is seen here
+        if self._closed:  # read last: either `close` sees what was posted, or this line sees `close`
             try:
-                self._posted.remove(posted)  # it alone: each of the others may post again when it ends, and so on
+                self._posted.remove(posted)  # only this one: each of the others may post again when it is settled
             except ValueError:  # `close` was faster
                 return
             self._reject(posted, self._closed)
@@ -345,7 +345,7 @@ class Requests(NotPicklable):
     # -- on the connection's thread ----------------------------------------------------------------
 
     def take(self) -> None:
-        """Put what was posted into the outbox, numbered in the order in which it came."""
+        """Put the posted requests into the outbox, numbered in order, and make the posted calls."""
         while self._posted:
             posted = self._posted.popleft()
             if not isinstance(posted, Pending):
@@ -366,7 +366,7 @@ class Requests(NotPicklable):
         return answer
 
     def answer(self, answer: Answer) -> Request | None:
-        """Settle the request of an answer, and return it; None if it was answered before."""
+        """Settle the request of an answer, and return the request; None if it was answered before."""
         body = answer.body
         pending = self._pending.pop(answer.id, None)
         if pending is None:
@@ -382,7 +382,7 @@ class Requests(NotPicklable):
         self._resend(inf)
 
     def resend_overdue(self) -> None:
-        """Put requests into the outbox that were sent long ago."""
+        """Put those requests into the outbox that were sent :data:`RESEND` seconds ago, or earlier."""
         now = monotonic()
         if now >= self._checked + RESEND / 2 and not self.outbox:
             self._checked = now
@@ -398,7 +398,7 @@ class Requests(NotPicklable):
         while self._posted:
             try:
                 posted = self._posted.popleft()
-            except IndexError:  # another thread took its own back
+            except IndexError:  # another thread removed its own, in `_put`
                 break
             self._reject(posted, reason)
         pending, self._pending = self._pending, {}
@@ -433,7 +433,7 @@ class Requests(NotPicklable):
                 self.outbox.append(self._pack(number, pending.body))
 
     def _pack(self, number: int, body: Request) -> bytes:
-        """Encode a request, with the numbers of answers that came: the broker may wait for the room that this makes."""
+        """Encode a request, with the numbers of received answers: the broker drops these, and may wait for the room."""
         oldest, received = next(iter(self._pending), number), tuple(islice(self._received, MAX_RECEIVED))
         envelope = Envelope(self._authentication.secret, number, oldest, body, received)
         data = self._authentication.request(envelope)
@@ -443,14 +443,14 @@ class Requests(NotPicklable):
 
 
 def seconds(wait: float) -> float:
-    """Return a wait as requests have it; raises ``Invalid`` if it is none."""
+    """Return a wait in seconds as requests carry it; raises ``Invalid`` if it is out of range."""
     if not 0 <= wait <= MAX_WAIT:
         raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
     return float(wait)
 
 
 def version_number(version: int | None) -> int:
-    """Return a version as requests have it, 0 for the current one; raises ``Invalid`` if it is none."""
+    """Return a version as requests carry it, 0 for the current one; raises ``Invalid`` for any other object."""
     if version is None:
         return 0
     if isinstance(version, bool) or not isinstance(version, int):

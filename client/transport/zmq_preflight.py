@@ -1,14 +1,14 @@
-"""Headroom for libzmq: this process allocates the descriptors, threads and memory that it takes, and frees them first.
+"""A check of the headroom for libzmq: allocate the descriptors, threads and memory that it needs, and free them again.
 
-libzmq aborts the process where it gets some of them and then no more (posix_assert in thread.cpp, 4.3.5). No
-limit can be read instead: RLIMIT_NPROC counts all threads of a user and exempts root, pids.max those of a control
+libzmq aborts the process if it gets some of them and then no more (posix_assert in thread.cpp, 4.3.5). No limit
+can be read instead: RLIMIT_NPROC counts all threads of a user and exempts root, pids.max counts those of a control
 group, and RLIMIT_AS depends on what malloc reserves for each new thread.
 
-So the same number of threads is started, all of them live at once, and all of them end before libzmq starts its own.
-A thread that has returned, and even one that was joined, counts until the kernel has released it: then its entry in
-/proc is gone. Stacks of threads that have ended are cached by glibc and used again, so address space that other
-threads take in between does no harm. Sessions of one process start their threads one after the other. What remains is
-a thread that something else starts at that moment, in this process or in another one of the user.
+So this module starts the same number of threads, which all live at the same time and all end before libzmq starts its
+own. A thread that has returned, and even one that was joined, counts until the kernel has released it: then its entry
+in /proc is gone. glibc caches the stacks of threads that have ended and uses them again, so address space that other
+threads take in between does no harm. Sessions of one process start their threads one after the other. The remaining
+risk is a thread that something else starts at that moment, in this process or in another one of the user.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from queue import Empty, SimpleQueue
 from threading import Lock, RLock, Thread, get_native_id
 
 DESCRIPTORS = 8
-"""Those that libzmq takes for a context and its connection, and one more."""
+"""Descriptors that libzmq opens for a context and its connection, and one more."""
 
 THREADS = 2
-"""Those that libzmq starts with a context's first socket: one for I/O, and one that closes sockets."""
+"""Threads that libzmq starts with a context's first socket: one for I/O, and one that closes sockets."""
 
 STACK = 8 << 20
-"""Bytes of addresses for the stack of a thread where RLIMIT_STACK sets no size."""
+"""Bytes of address space for the stack of a thread if RLIMIT_STACK sets no size."""
 
 MEMORY = 4 << 20
-"""Bytes for what a thread and a connection allocate at once."""
+"""Bytes that a thread and a connection allocate when they begin."""
 
 PATIENCE = 10.0
-"""Seconds for a thread to run. One that was started and has no memory to run in never does."""
+"""Seconds to wait for a thread to run. A thread that was started and has no memory to run in never does."""
 
 
 _turn = RLock()
 
 
 def _renew() -> None:
-    """The holder of the lock is not there in a forked child."""
+    """Replace the lock in a forked child, where the thread that holds it does not exist."""
     global _turn
     _turn = RLock()
 
@@ -61,7 +61,7 @@ def turn() -> RLock:
     that is written in Python would leave it taken.
 
     Raises:
-        Shortage: a signal handler or finalizer wants one in the middle of its own thread's.
+        Shortage: this thread holds the lock: a signal handler or finalizer opens a session in the middle of another.
     """
     if _turn._is_owned():  # type: ignore[attr-defined]
         raise Shortage("a signal handler or a finalizer came while another Broker was opened; open it elsewhere")
@@ -69,7 +69,7 @@ def turn() -> RLock:
 
 
 def check() -> None:
-    """Raise ``Shortage`` where libzmq would get less than it needs for a context and its connection."""
+    """Raise ``Shortage`` if libzmq would get less than it needs for a context and its connection."""
     try_descriptors()
     try_threads()
 
@@ -89,7 +89,7 @@ def try_descriptors() -> None:
 
 
 def try_threads() -> None:
-    """Raise ``Shortage`` unless the process can have :data:`THREADS` more at once, and memory for them."""
+    """Raise ``Shortage`` unless the process can have :data:`THREADS` more at the same time, and memory for them."""
     running: SimpleQueue[int] = SimpleQueue()
     release = Lock()
 
@@ -105,7 +105,7 @@ def try_threads() -> None:
                 try_memory(1)
                 Thread(target=stay, name="cubroker-headroom", daemon=True).start()
                 started.append(running.get(timeout=PATIENCE))
-            try_memory(THREADS)  # where threading.stack_size() is less than the stacks of libzmq's threads
+            try_memory(THREADS)  # in case threading.stack_size() is less than the stacks of libzmq's threads
     except (MemoryError, Empty):
         raise Shortage(f"{THREADS} more threads have no memory to run in; {memory_limits()}") from None
     except RuntimeError:
@@ -115,12 +115,12 @@ def try_threads() -> None:
 
 
 def try_memory(stacks: int) -> None:
-    """Raise ``Shortage`` unless the process can map ``stacks`` stacks of threads, and :data:`MEMORY` besides."""
+    """Raise ``Shortage`` unless the process can map ``stacks`` stacks of threads and :data:`MEMORY` more bytes."""
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stacks_bytes = stacks * (STACK if stack == resource.RLIM_INFINITY else stack)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        # Without access, as an unused stack: it counts as addresses alone, and not as memory.
+        # The first is mapped without access, like an unused stack: it counts as address space, not as memory.
         with mmap.mmap(-1, max(stacks_bytes, 1), private, prot=0), mmap.mmap(-1, MEMORY, private):
             pass
     except (OSError, MemoryError):
@@ -145,7 +145,7 @@ def memory_limits() -> str:
 
 
 def _await_release(threads: Sequence[int]) -> None:
-    """Return when the kernel has released threads that are about to end."""
+    """Wait until the kernel has released threads that are about to end."""
     deadline = time.monotonic() + PATIENCE
     while any(os.path.lexists(f"/proc/self/task/{thread}") for thread in threads) and time.monotonic() < deadline:
         time.sleep(0.0001)
