@@ -1,13 +1,13 @@
 """A lease, from its request to its return, through any interrupt of its caller in between.
 
-A :class:`LeaseHandle` is a value with a state; ``TRANSITIONS`` has every change of it. A :class:`LeaseRequest` brings a
-lease: the first one of a handle, and one more each time that its memory wakes, or gives way to that of another version
-at the same addresses. Its way, and the thread of each step:
+A :class:`LeaseHandle` is a value with a state; ``TRANSITIONS`` has every change of it. A :class:`LeaseRequest` obtains
+a lease: the first one of a handle, and another one each time that its memory wakes, or is replaced by the memory of
+another version at the same addresses. Its steps, and the thread of each:
 
 * the caller's: ``ask`` posts the request and waits;
-* the connection's: ``_answered`` takes the answer, and waits for descriptors where there are some;
-* the cleanup thread's: ``_open`` maps the memory and hands it to the caller. Where fabric handles are refused, the
-  request goes on with descriptors.
+* the connection's: ``_answered`` receives the answer, and waits for descriptors if there are any;
+* the cleanup thread's: ``_open`` maps the memory and hands it to the caller. If the driver refuses fabric handles, the
+  request continues with descriptors.
 
 No frame of a caller owns a lease at any time, so a time limit or a KeyboardInterrupt cannot lose one: a lease for
 which no caller waits is given back.
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Granted = tuple[Attached | Created, LeasedMemory]
-"""What a request for a lease brings: the broker's answer, and the memory."""
+"""The result of a request for a lease: the broker's answer, and the memory."""
 
 
 class LeaseState(Enum):
@@ -67,10 +67,10 @@ class LeaseState(Enum):
 
 
 class LeaseEvent(Enum):
-    """What moves a lease.
+    """What changes the state of a lease.
 
-    The cleanup thread says all but REFUSED and CLOSED, which the connection's thread does; of a lease that ends asleep
-    the broker knows no more, and the cleanup thread says CLOSED itself.
+    The connection's thread reports REFUSED and CLOSED, the cleanup thread all other events. The broker no longer has a
+    lease that ends asleep, so the cleanup thread reports the CLOSED of that one, too.
     """
 
     MAPPED = "its memory was mapped"
@@ -99,7 +99,7 @@ TRANSITIONS: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
     LeaseState.ENDING: {LeaseEvent.CLOSED: LeaseState.ENDED},
     LeaseState.ENDED: {},
 }
-"""Every event that can come in a state, and the state after it; any other is a mistake of this module."""
+"""Every event that can occur in a state, and the state after it; any other event is a mistake of this module."""
 
 
 class LeaseHandle(Holding):
@@ -108,20 +108,20 @@ class LeaseHandle(Holding):
     def __init__(self, session: ClientSession, layout: Layout | None = None) -> None:
         self.session = session
         self.state = LeaseState.ASKED
-        #: The broker's, while the memory is mapped; 0 before, and while it sleeps.
+        #: The broker's number of the lease while the memory is mapped; 0 before, and while it sleeps.
         self.number = 0
         #: The version that it is on, or was on before it fell asleep; 0 before the memory is mapped.
         self.version = 0
-        #: Called when the lease gives way to one on another version: what belonged to it has ended. Must not wait.
+        #: Called when a lease on another version replaces this one: what belonged to it has ended. Must not wait.
         self.switched: Callable[[CubrokerError], None] | None = None
-        #: How all replicas are stored to; None for other share kinds.
+        #: What stores to all replicas; None for other share kinds.
         self.multicast: MulticastMapping | None = None
         self._layout = layout  # the memory's, if the broker's answer does not say it
         self._space: AddressSpace | None = None
         #: A lease on another version, whose memory a switch could neither map everywhere nor unmap again; mostly 0.
         self._stuck = 0
         self._guard: Guard[LeasedMemory] | None = None
-        self._dropped = False  # by a caller, so that the cleanup thread will say so
+        self._dropped = False  # set by a caller; the cleanup thread will report DROPPED
         self._last: Callable[[int], Close | Seal] = Close
         self._digested: Future[None] | None = None
         self._ended: Future[Reply] = Future()
@@ -141,28 +141,28 @@ class LeaseHandle(Holding):
         self.session.cleanup.put(self._guard)
 
     def seal(self) -> None:
-        """As :meth:`end`, but the draft is published."""
+        """Do as :meth:`end`, but publish the draft."""
         self._last = Seal
         self.end()
 
     def seal_digested(self, compute: Callable[[], Digests], refused: Callable[[], None]) -> None:
-        """As :meth:`seal`, with digests, which the cleanup thread has computed: the draft may not be written any more.
+        """Do as :meth:`seal`, with digests that the cleanup thread computes. The draft must not be written any more.
 
-        Should that fail, ``refused`` is called, and nothing ends (:meth:`digested`).
+        If the digests cannot be computed, ``refused`` is called, and the lease does not end (:meth:`digested`).
         """
         digested = Future[None]()
         self.session.cleanup.put(lambda: self._digest(compute, refused, digested))
-        self._digested = digested  # not before: an interrupt in between leaves nothing to wait for
+        self._digested = digested  # set last: after an interrupt before this line there is nothing to wait for
 
     def digested(self) -> Steps[None]:
-        """Wait until the digests are there, for as long as that takes; raises why there are none."""
+        """Wait without limit until the digests are computed; raises the error if that failed."""
         assert self._digested
         self.session.check_confirms()
         yield self._digested, None
         self._digested.result()
 
     def protect(self, *, readonly: bool) -> Future[None]:
-        """Set whether this process may write the memory; the future tells when that is so, or why it is not."""
+        """Set whether this process may write the memory; the future is settled when that is so, or has the error."""
         done: Future[None] = Future()
         self.session.cleanup.put(lambda: self._protect(done, readonly=readonly))
         return done
@@ -174,7 +174,7 @@ class LeaseHandle(Holding):
         return slept
 
     def confirm(self, slept: Future[Reply] | None = None) -> Steps[Reply]:
-        """Wait until the broker has the lease back that ends or fell asleep (``slept``); return what it answered."""
+        """Wait until the broker has the lease back, which ends or fell asleep (``slept``); return its answer."""
         if self._digested:  # first, since the time limit is for the broker alone
             with suppress(CubrokerError):
                 yield from self.digested()
@@ -185,13 +185,13 @@ class LeaseHandle(Holding):
     def map(
         self, reply: Attached | Created, given: Sequence[Source], thread: CurrentContext | None, near: str | None
     ) -> LeasedMemory:
-        """Map what a request brought: the first time anywhere, later where it was. Awake memory keeps its lease.
+        """Map what a request brought: at first at any addresses, later at the same. Awake memory keeps its lease.
 
         Args:
             reply: the broker's answer.
             given: what opens the allocations, in order; none for legacy handles.
             thread: the context that the caller's thread works in, if any.
-            near: the UUID of the device that shall reach what is attached to; by default each replica's own.
+            near: the UUID of the device that accesses the memory of an attach; by default each replica's own.
 
         Raises:
             CubrokerError, DriverError, ValueError: nothing was mapped, unless unmapping failed as well.
@@ -229,8 +229,8 @@ class LeaseHandle(Holding):
             layout: the one that the other version must have, too.
 
         Raises:
-            CubrokerError, DriverError: the memory before is mapped and leased as it was. Where neither can be mapped
-                as a whole, it is asleep.
+            CubrokerError, DriverError: the earlier memory is mapped and leased as it was. If neither can be mapped as
+                a whole, the lease is asleep.
         """
         memory = self._memory()
         if memory is None:
@@ -265,11 +265,11 @@ class LeaseHandle(Holding):
         return memory
 
     def holds(self, number: int) -> bool:
-        """Whether a lease is this one's, and so given back with it."""
+        """Whether the lease of that number belongs to this handle, and is given back with it."""
         return number in (self.number, self._stuck)
 
     def give_back(self, number: int) -> None:
-        """Give back a lease that was granted first, and is not wanted or not mapped."""
+        """Give back the first lease of this handle, which no caller wants or whose memory could not be mapped."""
         self.number = number
         self._move(LeaseEvent.UNWANTED)
         self.session.held.add(self)
@@ -285,7 +285,7 @@ class LeaseHandle(Holding):
             refused()
             return digested.fail(error.anew())  # without a traceback
         self._last = partial(SealDigested, digests=digests)
-        self.end()  # which comes after a close that was asked for meanwhile, and has no effect then
+        self.end()  # has no effect if a close was requested while the digests were computed
         return digested.set(None)
 
     def _memory(self) -> LeasedMemory | None:
@@ -333,13 +333,13 @@ class LeaseHandle(Holding):
             except BaseException:
                 space.sleep()
                 raise
-            if before := self._renumber(LeaseEvent.WOKEN, reply.lease):  # not all of it was unmapped
+            if before := self._renumber(LeaseEvent.WOKEN, reply.lease):  # the sleep had not unmapped all of it
                 self.session.requests.submit(Close(before))
         memory.asleep = False
         return memory
 
     def _exchange(self, memory: LeasedMemory, reply: Attached, given: Sequence[Source]) -> None:
-        """Map another version's memory in the place of what is mapped; if not even the way back works, fall asleep."""
+        """Map another version's memory in place of this one's; if neither can be mapped as a whole, fall asleep."""
         assert self._space
         try:
             self._space.replace(given)
@@ -349,13 +349,13 @@ class LeaseHandle(Holding):
             return
         memory.asleep = True
         try:
-            self._unmap_all()  # and the request gives its lease back
+            self._unmap_all()  # the request gives the lease on the other version back
         except DriverError:
             self._stuck = reply.lease  # until the next call that unmaps or maps has unmapped all
         raise DeviceFailure(f"{why}; nor could {memory.label} be mapped again: it is asleep; wake it, or close it")
 
     def _partly_mapped(self) -> bool:
-        """Whether a sleep, or a switch, could not unmap everything, or put everything back."""
+        """Whether a sleep or a switch could not unmap everything, or could not map everything again."""
         assert self._space
         missing = self._space.asleep or bool(self.multicast and self.multicast.asleep)
         return bool(self._stuck) or (self.state is LeaseState.HELD and missing)
@@ -374,7 +374,7 @@ class LeaseHandle(Holding):
             self.multicast.sleep()
 
     def _vacate(self) -> None:
-        """Unmap what has addresses that stay, after one wait for submitted work in each context."""
+        """Unmap all reservations, which keep their addresses, after one wait for submitted work in each context."""
         spaces = self._space, self.multicast and self.multicast.space
         unmap([reservation for space in spaces if space for reservation in space.mapped()])
 
@@ -384,7 +384,7 @@ class LeaseHandle(Holding):
             self.session.requests.submit(Close(stuck))
 
     def _renumber(self, event: LeaseEvent, number: int) -> int:
-        """Note the lease whose memory is mapped now; returns the one before, to be given back."""
+        """Note the number of the lease whose memory is mapped now; return the number before, to be given back."""
         before, self.number = self.number, number
         self._move(event)
         return before
@@ -394,14 +394,14 @@ class LeaseHandle(Holding):
         self._unmap()
 
     def _unmap(self) -> None:
-        """Unmap everything, last first, then give the lease back. While something stays mapped, so does the lease."""
+        """Unmap everything, last first, then give the lease back. While something stays mapped, keep the lease."""
         try:
             self._vacate()
             for each in (self.multicast, self._space):
                 if each:
                     each.close()
         except DriverError as error:
-            # A draft is discarded then: its writer hears of a failure.
+            # A draft is discarded in that case, since its writer is told of a failure.
             failure = devices.failure(error, f"unmapping the memory of lease {self.number}")
             if self._unmapping.first:
                 log.error("%s; the lease stays, and this process tries again until it succeeds", failure)
@@ -419,7 +419,7 @@ class LeaseHandle(Holding):
     # -- on the connection's thread ----------------------------------------------------------------
 
     def refused(self) -> None:
-        """The broker granted no lease."""
+        """Note that the broker granted no lease."""
         if self.state is LeaseState.ASKED:
             self._move(LeaseEvent.REFUSED)
 
@@ -440,12 +440,13 @@ class LeaseHandle(Holding):
 
 
 class LeaseRequest(Asked[Granted]):
-    """One request for a lease until its memory is mapped or the lease is on its way back.
+    """One request for a lease until its memory is mapped or the lease is being given back.
 
     Args:
-        lease: new, asleep, or to be switched to another version.
-        kept: the layout of a lease to be switched, whose memory that of the other version replaces. :meth:`ask` raises
-            if it cannot, and the version before stays. Once it has raised, :meth:`settle` has to be waited for.
+        lease: the lease: new, asleep, or to be switched to another version.
+        kept: the layout of a lease to be switched, whose memory is replaced by that of the other version. If that is
+            impossible, :meth:`ask` raises, and the version before stays mapped. Once :meth:`ask` has raised, its caller
+            has to wait for :meth:`settle`.
     """
 
     def __init__(self, lease: LeaseHandle, kept: Layout | None = None) -> None:
@@ -467,15 +468,15 @@ class LeaseRequest(Asked[Granted]):
         return self._session.obtain(self, lambda: self._post(body), type(body).__name__, body.wait)
 
     def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Holding.abandon`. The broker is told; what was not posted ends at once."""
+        """See :meth:`Holding.abandon`. The broker is told; a request that was not sent yet fails."""
         super().abandon(reason)
         self._session.requests.cancel(self._pending)
 
     def settle(self) -> Steps[None]:
-        """Once it was abandoned: wait until memory that is being mapped nevertheless is mapped whole.
+        """Wait, after the request was abandoned, for a mapping that the cleanup thread has begun nevertheless.
 
-        That may wait for submitted work, and has no limit: a caller who goes on earlier would use memory that is about
-        to be unmapped.
+        That may wait for submitted work, and has no limit: a caller that continued earlier would use memory that is
+        about to be unmapped.
         """
         if opening := self._opening:
             yield opening, None
@@ -506,7 +507,7 @@ class LeaseRequest(Asked[Granted]):
         return self._given(reply, handles)
 
     def _exchange(self, reply: Attached | Created) -> None:
-        """Ask for descriptors where this process cannot open the fabric handles. Runs on the cleanup thread, too."""
+        """Ask for descriptors in place of fabric handles that are refused here. Runs on the cleanup thread, too."""
 
         def exchanged(sent: Reply | CubrokerError) -> None:
             if isinstance(sent, CubrokerError):
@@ -532,7 +533,7 @@ class LeaseRequest(Asked[Granted]):
     def _open(self, reply: Attached | Created, given: Sequence[Source]) -> None:
         self._opening = opening = Future[None]()
         try:
-            if self.abandoned:  # looked at last: who abandons it either is seen here, or sees that it is being opened
+            if self.abandoned:  # read last: either this line sees `abandon`, or its caller sees `_opening`
                 return self._give_back(reply.lease)
             if self._kept and isinstance(reply, Attached):
                 memory = self.lease.replace(reply, given, self._kept)
@@ -548,13 +549,13 @@ class LeaseRequest(Asked[Granted]):
         else:
             self._give_back(reply.lease)  # another call has woken it before
         box = [(reply, memory)]
-        del memory  # the caller may give it back before this thread goes on, and then waits for the end of the lease
+        del memory  # the caller may give it back before this thread continues, and then waits for the end of the lease
         return self.hand_over(box)
 
     def _unmapped(
         self, reply: Attached | Created, given: Sequence[Source], error: CubrokerError | DriverError | ValueError
     ) -> None:
-        """Try once more by descriptor where a fabric handle was refused, for any reason; else give up."""
+        """Try once more by descriptor if a fabric handle was refused, for any reason; else fail."""
         by_fabric = any(isinstance(each, bytes) for each in given)
         label = label_of(reply)
         if by_fabric and isinstance(error, DriverError) and import_refused(error):
@@ -570,7 +571,7 @@ class LeaseRequest(Asked[Granted]):
         if self.lease.state is LeaseState.ASKED:
             self.lease.give_back(number)
             self._session.forget(self)
-        elif self.lease.holds(number):  # what it brought is mapped, and cannot be unmapped
+        elif self.lease.holds(number):  # its memory is mapped, and cannot be unmapped
             self._session.forget(self)
         else:
             self._session.requests.send(Close(number), lambda _: self._session.forget(self))
@@ -579,7 +580,7 @@ class LeaseRequest(Asked[Granted]):
 def acquire(
     session: ClientSession, body: Attach | Create, layout: Layout | None = None
 ) -> Steps[tuple[LeaseHandle, Attached | Created, LeasedMemory]]:
-    """Ask for a lease and map its memory; ``layout`` is the memory's, if the answer does not say it."""
+    """Request a lease and map its memory, whose ``layout`` is given if the answer does not have it."""
     lease = LeaseHandle(session, layout)
     return lease, *(yield from LeaseRequest(lease).ask(body))
 

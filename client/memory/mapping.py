@@ -1,7 +1,7 @@
 """The memory of one lease in this process: its addresses, what is mapped there, and who uses it.
 
 :class:`AddressSpace` maps and unmaps, on the cleanup thread alone, so that nothing comes between a driver call and the
-note that it was made. :class:`LeasedMemory` is what pools and tensors refer to: the memory lives as long as it does.
+note that it was made. Pools and tensors refer to a :class:`LeasedMemory`: the memory lives as long as that object does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from cubroker.protocol.messages import BY_DESCRIPTOR, Attached, ReplicaHandles
 log = logging.getLogger(__name__)
 
 Source = int | bytes
-"""What opens memory without an address: a descriptor, or a fabric handle."""
+"""What opens memory that is then mapped at reserved addresses: a descriptor, or a fabric handle."""
 
 Piece = tuple[bytes, int, Source | None]
-"""An allocation: its handle, its bytes, and what opens it if that is no legacy handle."""
+"""An allocation: its handle, its bytes, and the source that opens it, unless a legacy handle does."""
 
 
 Spot = tuple[str, int]
@@ -47,13 +47,13 @@ class AllocationHandle(msgspec.Struct, frozen=True):
     device: Device
     #: Its bytes, as in the layout; the device may have allocated more.
     nbytes: int
-    #: Of ``ipc``, 64 bytes: what ``cudaIpcOpenMemHandle`` takes, which returns the address of the allocation's first
-    #: byte. Who knows them can open the memory. None for other kinds: their descriptors are closed once mapped, and no
-    #: importer can export them again.
+    #: For ``ipc``, the 64 bytes that ``cudaIpcOpenMemHandle`` takes, which returns the address of the first byte of the
+    #: allocation; any process that knows them can open the memory. None for other kinds: their descriptors are closed
+    #: once mapped, and an importer cannot export the memory again.
     handle: bytes | None
 
     def __repr__(self) -> str:
-        """Tell all but the handle, since a log may have other readers."""
+        """Show all fields except the handle, since others may read a log."""
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "handle")
         return f"AllocationHandle({shown})"
 
@@ -82,7 +82,7 @@ class DeviceMapping(msgspec.Struct, eq=False):
 class LeasedMemory:
     """Mapped memory. It is unmapped, and the lease given back, with the last reference to this object.
 
-    ``finish`` starts the unmapping before the death of this object does; the first of the two counts.
+    ``finish`` starts the unmapping while this object still lives; whichever comes first counts.
     """
 
     def __init__(
@@ -93,23 +93,23 @@ class LeasedMemory:
         #: One per device.
         self.places = places
         self.share = share
-        #: Whether this process may not write it: it was published, and not as writable.
+        #: Whether this process may not write the memory: it was published, and not as writable.
         self.readonly = readonly
         self.asleep = False
-        #: Waits for the end of this object. The collector tells it before it calls finalizers, which may still use the
-        #: object then, or keep it; the memory does not wait for them.
+        #: Watches for the end of this object. The garbage collector notifies it before it calls finalizers, which may
+        #: still use the object or keep it; the memory is unmapped nevertheless.
         self.guard: Guard[LeasedMemory] | None = None
         self._finish = finish
         self._owner = OwnerProcess()
-        #: Why it has ended; empty while it has not. One C call each adds and takes back, so no lock is needed.
+        #: Why the memory has ended; empty while it has not. One call into C adds or removes a reason, without a lock.
         self._ends: set[object] = set()
         self._switching = False
-        self._lock = RLock()  # a finalizer or a signal handler may end it while it is held
+        self._lock = RLock()  # a finalizer or a signal handler may call `end` while this thread holds it
         self._uses: WeakRefs[TensorUse] = WeakRefs()
 
     @property
     def protected(self) -> bool:
-        """Whether the device refuses what is written here: a legacy handle has no read-only mapping."""
+        """Whether the device refuses writes: the memory of a legacy handle cannot be mapped read-only."""
         return self.readonly and self.share in BY_DESCRIPTOR
 
     def spots(self) -> list[Spot]:
@@ -130,7 +130,7 @@ class LeasedMemory:
             layout: the one that both must have.
 
         Raises:
-            Unsupported: that version cannot take the place of this one; it says why not.
+            Unsupported: that version cannot take the place of this one; the text says why not.
         """
         own = reply.replicas[:1] if reply.team else reply.replicas
         spots = [(each.device, number) for each in own for number, handle in enumerate(each.handles) if handle]
@@ -178,7 +178,7 @@ class LeasedMemory:
         return use
 
     def sleep(self) -> tuple[str, ...]:
-        """Set ``asleep``, which refuses every use, unless tensors are held; returns the names of those."""
+        """Set ``asleep``, which refuses every use, unless tensors are held; returns the names of held tensors."""
         with self._lock:
             names = tuple(sorted({use.name for use in self._uses if use.held}))
             if not names:
@@ -189,8 +189,8 @@ class LeasedMemory:
     def switching(self) -> Iterator[None]:
         """Refuse every use within a ``with`` block; raises ``Invalid`` if tensors are held. On the cleanup thread.
 
-        No lock is taken, which a signal handler may hold that waits for this thread: a use is noted before it looks
-        whether it is refused, and here it is the other way round.
+        It takes no lock, since a signal handler that waits for this thread may hold it. Instead, :meth:`lend` notes a
+        use and then checks whether uses are refused; this method refuses uses and then looks for noted ones.
         """
         self._switching = True
         try:
@@ -205,7 +205,7 @@ class LeasedMemory:
         """Refuse every write from now on, until :meth:`end_publication`.
 
         Raises:
-            Invalid: it was given back or is published, or tensors are held; it may be written as before.
+            Invalid: the memory was given back or is published, or tensors are held; writes are allowed as before.
         """
         with self._lock:
             self.check()
@@ -218,7 +218,7 @@ class LeasedMemory:
                 raise Invalid(f"{self.label} cannot be sealed while tensors of it are copied or held: {names[0]}")
 
     def end_publication(self, label: str = "", *, readonly: bool) -> None:
-        """Note whether it may be written from now on, and its ``label``, if that is another one."""
+        """Note whether the memory may be written from now on, and its new ``label``, if it has another one."""
         self.readonly = readonly
         self.label = label or self.label
 
@@ -228,11 +228,11 @@ class LeasedMemory:
         return min(held, key=lambda use: use.storing, default=None)
 
     def end(self, finish: Callable[[], None] | None = None, why: object = None) -> tuple[str, ...]:
-        """Unmap now, even if objects refer to this one, unless tensors are in use outside; returns the names of those.
+        """Unmap now, even if objects refer to this one, unless tensors are in use outside; returns their names.
 
         Args:
-            finish: starts the unmapping; by default the function that was given at the beginning.
-            why: undoes this again (:meth:`take_back`).
+            finish: starts the unmapping; by default the ``finish`` that this object was made with.
+            why: the reason that :meth:`take_back` can remove again.
         """
         with self._lock:
             names = tuple(sorted({use.name for use in self._uses}))
@@ -242,7 +242,7 @@ class LeasedMemory:
         return names
 
     def take_back(self, why: object) -> None:
-        """Allow uses again, unless it has ended for another reason than ``why``. On the cleanup thread."""
+        """Allow uses again, unless the memory has ended for another reason than ``why``. On the cleanup thread."""
         self._ends.discard(why)
 
 
@@ -254,7 +254,7 @@ class TensorUse:
     def __init__(self, mapped: LeasedMemory, name: str, *, held: bool, storing: bool) -> None:
         self.mapped = mapped
         self.name = name
-        #: Whether the memory may not even sleep meanwhile.
+        #: Whether the memory may not even sleep during this use.
         self.held = held
         #: Whether it is held for a store to all replicas.
         self.storing = storing
@@ -262,12 +262,12 @@ class TensorUse:
 
 
 class AddressSpace:
-    """What one lease has mapped. Sleeping memory keeps its addresses, and is mapped there again."""
+    """The mappings of one lease. Sleeping memory keeps its addresses, and is mapped there again."""
 
     def __init__(self, *, readonly: bool, thread: CurrentContext | None) -> None:
-        self._readonly = readonly  # where the driver can
+        self._readonly = readonly  # as far as the driver can map so
         self._thread = thread  # the context that the caller's thread works in, if any
-        #: What is mapped, in order: by a legacy handle, in a context and at an address; or in addresses that can sleep.
+        #: What is mapped, in order: for a legacy handle its context and address, else a reservation, which can sleep.
         self._opened: list[tuple[Context, int] | Reservation] = []
 
     def open(
@@ -284,8 +284,8 @@ class AddressSpace:
             driver: this process's.
             replicas: those of the lease.
             sizes: bytes of every allocation of the layout.
-            sources: what opens each of the allocations, in the order of the handles; none if legacy handles do.
-            accessor: the UUID of the device that shall reach the memory; by default each replica's own.
+            sources: what opens each of the allocations, in the order of the handles; empty if legacy handles do.
+            accessor: the UUID of the device that accesses the memory; by default each replica's own.
         """
         places: list[DeviceMapping] = []
         left, before = iter(sources), tuple[Piece, ...]()
@@ -299,7 +299,7 @@ class AddressSpace:
         return tuple(places)
 
     def adopt(self, reservation: Reservation) -> None:
-        """Look after addresses that were reserved elsewhere: unmap and wake them with the others."""
+        """Take over a reservation that was made elsewhere: unmap and wake it with the others."""
         self._opened.append(reservation)
 
     def reach(
@@ -310,14 +310,14 @@ class AddressSpace:
         sources: Sequence[Source],
         sizes: Sequence[int],
     ) -> DeviceMapping:
-        """Map another replica for the device of ``home`` to write, or, if it does not reach it, for its own device."""
+        """Map another replica for the device of ``home`` if that reaches its memory, else for its own device."""
         near = driver.peers.can_access(home.memory.index, devices.find(driver, replica.device).index)
         pieces = tuple(zip(replica.handles, sizes, sources, strict=True))
         return self._replica(driver, replica.device, pieces, home.memory.uuid if near else None)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Unmap what a failing block has mapped; raises ``DriverError`` if even that is refused."""
+        """Unmap what a block has mapped if the block fails; raises ``DriverError`` if the driver refuses to unmap."""
         before = len(self._opened)
         try:
             yield
@@ -326,12 +326,12 @@ class AddressSpace:
             raise
 
     def mapped(self, first: int = 0) -> list[Reservation]:
-        """Return where memory is mapped now that can sleep, in order; ``first`` counts all that was opened."""
+        """Return the reservations that have memory mapped, in order; skip the ``first`` entries of all mappings."""
         return [each for each in self._opened[first:] if isinstance(each, Reservation) and each.mapped]
 
     @property
     def asleep(self) -> bool:
-        """Whether memory is missing anywhere."""
+        """Whether any reservation has no memory mapped."""
         return not all(reservation.mapped for reservation in self._reservations())
 
     def sleep(self) -> None:
@@ -342,11 +342,11 @@ class AddressSpace:
         """Map the same memory where it was.
 
         Args:
-            sources: what opens it, in the order in which it was opened. More than that is left alone.
+            sources: what opens the memory, in the order in which it was opened first; further sources are ignored.
 
         Raises:
-            DriverError: it is asleep as before.
-            Unavailable: these do not open the same memory.
+            DriverError: the memory is asleep as before.
+            Unavailable: there are too few sources.
         """
         missing = [pair for pair in self._pairs(sources) if not pair[0].mapped]
         try:
@@ -363,7 +363,7 @@ class AddressSpace:
             sources: as for :meth:`wake`.
 
         Raises:
-            HalfReplaced: some of either may be mapped.
+            HalfReplaced: parts of the old and of the new memory may be mapped.
             DriverError: what was mapped still is.
             Unavailable: there are too few sources.
         """
@@ -373,7 +373,7 @@ class AddressSpace:
         """Set whether this process may write what is mapped, once submitted work is done; legacy handles stay writable.
 
         Raises:
-            DriverError: it is as before, unless the way back is refused as well.
+            DriverError: the access is as before, unless the driver refuses to restore it as well.
         """
         changed: list[Reservation] = []
         try:
@@ -391,9 +391,9 @@ class AddressSpace:
         self._readonly = readonly
 
     def close(self, keep: int = 0) -> None:
-        """Unmap all but the first, last first, and give the addresses back; raises ``DriverError`` if it is refused.
+        """Unmap all but the first ``keep``, last first, and free the addresses; raises ``DriverError`` if that fails.
 
-        Submitted work is waited for once per context; for legacy handles the driver waits itself, with each of them.
+        It waits for submitted work once per context; for each legacy handle the driver waits itself.
         """
         unmap(self.mapped(keep))
         while len(self._opened) > keep:
@@ -427,8 +427,8 @@ class AddressSpace:
     ) -> tuple[int, ...] | None:
         """Return where a replica's device reads the one before it; None if it has to be filled in another way.
 
-        It is mapped once more, for this device: what another device has opened is copied through host memory, at a
-        tenth of the speed (two H200, with and without peer access).
+        The replica before it is mapped once more, for this device: from the mapping of another device, the driver
+        copies through host memory, at a tenth of the speed (two H200, with and without peer access).
         """
         if None in before.pointers:  # a shard
             return None

@@ -1,11 +1,12 @@
-"""How one lease stores to all replicas of a multicast version at once: the one place in the client that knows of it.
+"""How one lease stores to all replicas of a multicast version in one call. No other module of the client knows how.
 
-The broker found for all holders together whether a store goes through multicast objects, one per allocation
-(:class:`Windows`), or by a copy to each replica (:class:`Copies`). A restart of the broker takes the objects away:
-until new ones are mapped at the same addresses the outlet is :class:`Unbound`, and stores wait.
+The *outlet* of a lease is what it stores through. The broker decides for all holders together whether that is multicast
+objects, one per allocation (:class:`Windows`), or a copy to each replica (:class:`Copies`). The objects end with the
+broker: after its restart, until new ones are mapped at the same addresses, the outlet is :class:`Unbound`, and stores
+wait.
 
 :class:`MulticastMapping` has the outlet of one lease. The cleanup thread alone changes it; callers use it while they
-hold a tensor; the session brings it the notices of the broker.
+hold a tensor; the session passes the notices of the broker to it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STAGE = 8 << 20
 """Bytes that are copied through host memory at a time."""
 
 MOMENT = 1.0
-"""Seconds within which a call returns that is not held up any more."""
+"""Seconds within which a driver call returns once nothing blocks it any more."""
 
 
 # -- outlets ---------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ class Windows:
 
     def __init__(self, home: Context, windows: Sequence[Window]) -> None:
         self.windows = tuple(windows)
-        #: Bytes of the objects; empty where copies take their place.
+        #: Bytes of each object; :class:`Copies` has none.
         self.sizes = tuple(window.nbytes for window in windows)
         self._home = home
 
@@ -76,16 +77,16 @@ class Windows:
 
 
 class Copies:
-    """Stores by a copy to each replica: from device to device where one reaches the other, else through host memory."""
+    """Stores by a copy to each replica: from device to device if one reaches the other, else through host memory."""
 
     def __init__(self, home: DeviceMapping, others: Sequence[DeviceMapping]) -> None:
         self.sizes: tuple[int, ...] = ()
         self._home = home
-        #: Each in the context in which it is mapped: the home device's where that reaches it.
+        #: Each in the context in which it is mapped: that of the home device, if this reaches the replica.
         self._others = tuple(others)
 
     def store(self, source: int, allocation: int, offset: int, nbytes: int) -> None:
-        """Do as :meth:`Windows.store`: copy to the home device's replica, and on from there."""
+        """Do as :meth:`Windows.store`: copy to the home device's replica, and from there to the others."""
         home = self._home.context
         home.synchronize()  # for the work that fills the source
         first = self._home.pointer(allocation) + offset
@@ -103,19 +104,19 @@ class Copies:
 
 
 class StoresRefused:
-    """No stores: this process cannot do what other holders can, and ``why``."""
+    """No stores: this process cannot do what other holders can; ``why`` is the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
 
 
 class Unbound:
-    """No stores yet: the broker was started again, and binds the replicas together anew."""
+    """No stores yet: the broker was started again, and binds the replicas together again."""
 
     def __init__(self, before: Windows | Copies | None = None) -> None:
-        #: The outlet until then, or one that was begun; its memory may not be mapped.
+        #: The outlet before the restart, or one that is partly mapped; its memory may not be mapped.
         self.before = before
-        #: Settled as soon as this is over, or never will be.
+        #: Settled when another outlet takes the place of this one; fails if none ever will.
         self.over: Future[None] = Future()
 
 
@@ -123,20 +124,20 @@ Outlet = Windows | Copies | StoresRefused | Unbound
 
 
 class MulticastOffer(NamedTuple):
-    """What the broker gave a lease to store to all replicas by."""
+    """What the broker gave a lease so that it can store to all replicas."""
 
-    #: How that is done.
+    #: How stores are made.
     team: Team
     #: The replicas on other devices, for copies.
     others: tuple[ReplicaHandles, ...]
     #: What opens the ``others``, in order, then what opens the multicast objects.
     sources: Sequence[Source]
-    #: Whether its broker is gone, and such objects may be with it.
+    #: Returns whether the broker that sent this is gone, and maybe the multicast objects with it.
     stale: Callable[[], bool]
 
     @property
     def unknown(self) -> bool:
-        """Whether the way to all replicas is not known yet: the broker will tell."""
+        """Whether it is not known yet how stores are made: the broker will send a notice."""
         return not self.team.how or self.stale()
 
 
@@ -146,7 +147,7 @@ class AbandonableCall:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._over: Future[DriverError | ValueError | None] = Future()
-        #: Set when the call has returned, though it was given up.
+        #: Set when the call has returned, also if it was given up.
         self.returned = Event()
 
     def run(self) -> bool:
@@ -191,8 +192,8 @@ class MulticastMapping:
     """What a lease has mapped to store to all replicas.
 
     Args:
-        session: whose the lease is.
-        memory: what the lease has mapped anyway; its first place is on the device that stores.
+        session: the session of the lease.
+        memory: the memory that the lease maps in any case; its first place is on the device that stores.
         version: name and version of the pool.
         sizes: bytes of every allocation of the layout.
     """
@@ -202,21 +203,21 @@ class MulticastMapping:
     ) -> None:
         #: The lease's number; 0 while it sleeps.
         self.lease = 0
-        #: The way to all replicas; None if this lease has none.
+        #: What stores to all replicas; None if this lease cannot.
         self.outlet: Outlet | None = None
-        #: What the broker said last: how all replicas are stored to (empty while that is not known), and why so.
+        #: The broker's latest choice: how all replicas are stored to (empty while that is not known), and why so.
         self.team = Team("", "", ())
         self._session = session
         self._memory = ref(memory)
         self._places = memory.places
         self._version = version
         self._sizes = tuple(sizes)
-        #: What it has mapped; legacy handles open nothing of it.
+        #: The mappings of this object; legacy handles open none of them.
         self.space = AddressSpace(readonly=False, thread=None)
         self._bound = self.team  # what the outlet was made for
         self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
         self._unbound: Unbound | None = None
-        self._leaving = False  # while stores under way still use the outlet before it
+        self._leaving = False  # whether stores that are under way may still use the outlet before an `Unbound` one
         self._call: AbandonableCall | None = None
         self._late: list[tuple[Window, AbandonableCall]] = []  # calls that were given up
         self._failure: CubrokerError | None = None
@@ -226,7 +227,7 @@ class MulticastMapping:
 
     @contextmanager
     def hold(self, memory: Callable[[], LeasedMemory], name: str) -> Iterator[Windows | Copies]:
-        """Keep a tensor mapped, and the outlet, within a ``with`` block; ``memory`` returns it while it is mapped."""
+        """Keep a tensor and the outlet mapped within a ``with`` block; ``memory`` returns the lease's mapped memory."""
         while True:
             outlet = self.usable(memory)
             use = memory().lend(name, held=True, storing=True)
@@ -275,26 +276,26 @@ class MulticastMapping:
 
     @property
     def asleep(self) -> bool:
-        """Whether memory is missing anywhere, and not because it is still to come."""
+        """Whether memory is not mapped, for another reason than that the broker has not sent it yet."""
         return self.space.asleep and (self._unbound is None or self._unbound.over.done())
 
     def open(self, reply: Attached | Created, given: Sequence[Source]) -> None:
-        """Map what the lease brought to store by; nothing is mapped if it fails, unless unmapping does as well."""
+        """Map what the lease stores through; if that fails, nothing stays mapped, unless unmapping fails as well."""
         offer = self._offer(reply, given)
         self.lease, self.team = reply.lease, offer.team
-        self._session.rebindable.add(self)  # before it is mapped, so that a notice can end that
+        self._session.rebindable.add(self)  # before the driver calls, so that a notice can end them
         memory = self._memory()
         if memory is not None and not memory.readonly:
             self.outlet = self._find(offer)
 
     def sleep(self) -> None:
-        """Unmap it, and keep the addresses; raises ``DriverError`` if some is still mapped."""
+        """Unmap the memory, and keep the addresses; raises ``DriverError`` if some memory is still mapped."""
         self.space.sleep()
         self._look_again()
         self.lease = 0
 
     def wake(self, label: str, reply: Attached | Created, given: Sequence[Source]) -> None:
-        """Map it where it was; raises as :meth:`AddressSpace.wake`, or ``Unavailable`` if there is another way now."""
+        """Map the memory where it was; raises as :meth:`AddressSpace.wake`, or ``Unavailable`` if stores changed."""
         if reply.team is None:
             raise _changed(label, "not at all")
         offer = self._offer(reply, given)
@@ -307,7 +308,7 @@ class MulticastMapping:
         self.team = offer.team
 
     def switch(self, reply: Attached) -> None:
-        """The lease is on another version now, which nothing here stores to, as to the one before."""
+        """Note that the lease is on another version now. Like the version before, it has no outlet."""
         assert reply.team
         assert self.outlet is None
         self.lease, self.team, self._version = reply.lease, reply.team, (reply.name, reply.version)
@@ -336,7 +337,7 @@ class MulticastMapping:
             call.give_up()
 
     def _offer(self, message: Attached | Created | Rebound, given: Sequence[Source]) -> MulticastOffer:
-        """Return what a message brings, until the next notice."""
+        """Return what a message brings; it is stale once the next notice has come."""
         receiver, lease, others = self._session.receiver, message.lease, message.replicas
         notice = message if isinstance(message, Rebound) else None
         if notice is None:
@@ -363,7 +364,7 @@ class MulticastMapping:
         self._news = None
 
     def _find(self, offer: MulticastOffer) -> Outlet | None:
-        """Map what it takes; None if the lease has no replica on its own device."""
+        """Map what an outlet needs and return the outlet; None if the lease has no replica on its own device."""
         self._bound, home = offer.team, self._places[0]
         return self._connect(offer) if home.context.device == home.memory else None
 
@@ -378,7 +379,7 @@ class MulticastMapping:
                 if not unavailable(error):
                     raise
                 why = str(error)
-        if why and not offer.others and len(self._places) == 1:  # the other replicas are not at hand
+        if why and not offer.others and len(self._places) == 1:  # nothing here opens the other replicas
             return StoresRefused(why)
         try:
             return self._copies(offer)
@@ -406,9 +407,9 @@ class MulticastMapping:
             raise
 
     def _replace(self, memory: LeasedMemory, offer: MulticastOffer | CubrokerError) -> TensorUse | None:
-        """Have another outlet, or the same on other objects; unless it is in use: then return what holds a tensor."""
+        """Set another outlet, or the same on other objects; if it is in use, return a use that holds a tensor."""
         outlet = self.outlet
-        if outlet is None or self._closed:  # once the lease is given back, the addresses may be others'
+        if outlet is None or self._closed:  # once the lease is given back, the addresses may have another use
             return None
         before = outlet.before if isinstance(outlet, Unbound) else outlet
         used = self._leaving or outlet is before
@@ -428,15 +429,16 @@ class MulticastMapping:
         return None
 
     def _stays(self, offer: MulticastOffer | CubrokerError) -> bool:
-        """Whether copies are still to be made: also by a draft whose process, and not the broker, has no multicast."""
+        """Whether copies are still made: also by a draft if its process lacks multicast, though the broker has it."""
         if isinstance(offer, CubrokerError):
             return False
         return not offer.team.sizes or bool(self._bound.sizes)
 
     def _shut(self, memory: LeasedMemory, outlet: Outlet | None) -> TensorUse | None:
-        """Let no use of an outlet begin, unless a tensor is held: its holder would wait for itself.
+        """Let no use of an outlet begin, unless a tensor is held, whose holder would then wait for itself.
 
-        A caller that stores notes it, and then looks at the outlet; this is the other way round.
+        A caller that stores notes its use, and then reads the outlet; this method sets the outlet, and then reads the
+        uses.
         """
         assert isinstance(outlet, Windows | Copies)
         if not self._leaving:
@@ -462,7 +464,7 @@ class MulticastMapping:
             self._unbound.over.set(None)
 
     def _replaced(self, before: Outlet | None, offer: MulticastOffer | CubrokerError, *, asleep: bool) -> Outlet | None:
-        # Only the words of errors are kept: their tracebacks keep what is mapped.
+        # Only the texts of errors are kept: their tracebacks would keep the mapped memory.
         if isinstance(offer, CubrokerError):
             why = offer.message
         else:
@@ -501,10 +503,10 @@ class MulticastMapping:
             return self._bind(Windows(context, windows), offer)
 
     def _bind(self, windows: Windows, offer: MulticastOffer, *, asleep: bool = False) -> Windows | Unbound:
-        """Map objects into windows, in the place of what is there; what sleeps stays so while the pool is ``asleep``.
+        """Map objects into windows, in place of those mapped there; ``asleep``: leave windows without one as they are.
 
-        Where the maker of an object is gone, the driver may wait for its devices for ever. So the call can be given up,
-        and the windows are there for the next offer, when that comes.
+        If the process that made an object is gone, the driver may wait for its devices for ever. So the call can be
+        given up; the windows are kept for the next offer.
         """
         for window, source in zip(windows.windows, offer.sources[-len(windows.windows) :], strict=True):
             if window.mapped:
@@ -516,7 +518,7 @@ class MulticastMapping:
         return windows
 
     def _map(self, window: Window, source: Source, offer: MulticastOffer) -> bool:
-        """Map an object; False if that was given up."""
+        """Map an object; return False if that was given up."""
         self._call = call = AbandonableCall(partial(window.map, source))
         try:
             if offer.stale():
@@ -533,7 +535,7 @@ class MulticastMapping:
         return True
 
     def _vacate(self, window: Window) -> bool:
-        """Unmap an object of an earlier broker, if one was mapped after all by a call that was given up."""
+        """Unmap an object of an earlier broker if a call that was given up has mapped it; return whether it had."""
         self._late = [(each, call) for each, call in self._late if each is not window or not call.returned.wait(MOMENT)]
         if window.mapped:
             window.unmap()
@@ -541,7 +543,7 @@ class MulticastMapping:
         return False
 
     def _copies(self, offer: MulticastOffer) -> Copies:
-        """Map the other replicas for the home device; a draft has them, if not for that device, and then does so."""
+        """Map the other replicas for the home device. If the offer has none, those that the draft has mapped serve."""
         home, *rest = self._places
         if offer.others:
             left = iter(offer.sources)
