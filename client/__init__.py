@@ -46,7 +46,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a class with its first use: what only asks whether a broker serves needs neither ZeroMQ nor numpy."""
+    """Import a class at its first use: code that only asks whether a broker serves needs neither ZeroMQ nor numpy."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -37,11 +37,11 @@ class Guard(ref[T]):
 
 
 class CleanupThread:
-    """Does its tasks in the order in which they came."""
+    """A thread that does tasks in the order in which they were put."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Guard[Any] | Task | None] = SimpleQueue()
-        #: Does a task; that of a guard once, for this call or for the death of its object. One call into C.
+        #: Queues a task, by one call into C. A guard's task runs once, for this call or the death of the object.
         self.put: Callable[[Task | Guard[Any]], None] = self._tasks.put
         self._guards: dict[int, Guard[Any]] = {}
         self._later: list[tuple[float, int, Task]] = []  # a heap, by time and then by order
@@ -66,7 +66,7 @@ class CleanupThread:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), task))
 
     def stop(self) -> None:
-        """End the thread after the tasks that it has."""
+        """End the thread after the tasks that are queued."""
         self._tasks.put(None)
 
     def join(self) -> None:

@@ -54,12 +54,11 @@ def in_call(spec: str) -> bool:
 
 
 def find(driver: Driver, device: DeviceId) -> Device:
-    """Return the device of that name, whose ordinal is this process's; raises ``NotFound``.
+    """Return the device of that name; raises ``NotFound``. Ordinals are those of this process.
 
-    ``cuda`` without an ordinal is the device that is current on this thread, the first one if there is none, as for
-    torch.
+    ``cuda`` without an ordinal is the device that is current on this thread, or the first one if none is, as in torch.
     """
-    if isinstance(device, str):  # as the broker names it, mostly
+    if isinstance(device, str):  # in most cases a UUID, as the broker names devices
         for known in driver.devices:
             if known.uuid == device:
                 return known
@@ -77,8 +76,8 @@ def find(driver: Driver, device: DeviceId) -> Device:
 def lasting(driver: Driver, device: DeviceId) -> DeviceId:
     """Return a name of a device that means the same later and on other threads; raises as :func:`find`.
 
-    It is the ordinal of the current device for ``cuda``, and else the name itself: brokers that come later may have
-    other devices, so that names are looked up anew.
+    For ``cuda`` that is the ordinal of the current device, else the name itself: later brokers may have other devices,
+    so that names have to be looked up again.
     """
     return find(driver, device).index if written(device) in CURRENT else device
 
@@ -136,7 +135,7 @@ class Placed(NamedTuple):
 
 
 def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, plan: Plan | None) -> Placed:
-    """Return where the allocations of a layout shall lie.
+    """Return on which devices the allocations of a layout are to be.
 
     Args:
         driver: this process's.
@@ -162,18 +161,18 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
 
 
 def find_plan(driver: Driver, plan: Plan) -> dict[str, str]:
-    """Return the UUIDs of a plan's devices, each of which may have several names there; raises ``NotFound``."""
+    """Return a plan with devices by UUID; in ``plan`` a device may have several names. Raises ``NotFound``."""
     uuids = {device: find(driver, device).uuid for device in dict.fromkeys(plan.values())}
     return {name: uuids[device] for name, device in plan.items()}
 
 
 def resolve_plan(plan: Plan, names: Iterable[str]) -> dict[str, DeviceId]:
-    """Return the entry of each tensor in a plan with names and patterns, as shells have them for files.
+    """Return the device of each tensor in a plan of names and shell patterns.
 
-    A tensor's own name goes before patterns; of these the first one that matches it counts.
+    A tensor's own name precedes patterns; if several patterns match, the first one counts.
 
     Raises:
-        Invalid: a tensor is matched by none, or an entry matches no tensor.
+        Invalid: no entry matches a tensor, or an entry matches no tensor.
     """
     listed = dict.fromkeys(names)
     patterns = {entry: re.compile(translate(entry)).match for entry in plan if entry not in listed}

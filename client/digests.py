@@ -30,17 +30,17 @@ MAX_NAMED = 4
 
 
 class PartialDigest:
-    """The digest of an allocation in host memory, of parts that come in any order. Needs numpy."""
+    """The digest of an allocation in host memory, from parts that come in any order. Needs numpy."""
 
     def __init__(self) -> None:
         self._sums = 0, 0
 
     def add(self, data: ReadableBuffer, offset: int) -> None:
-        """Take the bytes from ``offset`` on, a multiple of 16; only the last ones may end at no such multiple."""
+        """Add the bytes from ``offset`` on, a multiple of 16; only the last part may end at another offset."""
         self._sums = add(self._sums, sums(data, offset // PIECE))
 
     def finish(self, nbytes: int) -> bytes:
-        """Return the digest of an allocation of so many bytes, all of which were added."""
+        """Return the digest of an allocation of ``nbytes`` bytes, all of which were added."""
         return finish(self._sums, nbytes)
 
 
@@ -56,7 +56,7 @@ class DigestRange(NamedTuple):
 
 
 def need(driver: Driver, name: str) -> None:
-    """Say before a pool of that name is filled that no digest of it can be computed.
+    """Check, before a pool of that name is filled, that its digests can be computed.
 
     Raises:
         Unsupported: the devices are emulated, and numpy is not installed.
@@ -67,7 +67,7 @@ def need(driver: Driver, name: str) -> None:
 
 
 def _with_numpy(label: str) -> AbstractContextManager[None]:
-    """Say what to install, if the digests of emulated devices are computed in a block, and numpy is not there."""
+    """Raise an error that says what to install if the block needs numpy, for emulated devices, and it is missing."""
     return needing(f"a digest on a host device, of {label},", "cubroker[numpy]")
 
 
@@ -76,7 +76,7 @@ def sealing(
 ) -> Digests:
     """Return the digests of the replicas on these devices, by UUID, computed after all work of this process on them.
 
-    Those of memory that an earlier version has, too, are ``shared``.
+    ``shared`` has the digests of memory that an earlier version has, too.
     """
     found, numbers = {**shared, **compute(label, pieces, synchronize=True)}, range(len(layout.allocations))
     return Digests(ALGORITHM, tuple(tuple(found.get((uuid, number), b"") for number in numbers) for uuid in replicas))
@@ -88,7 +88,7 @@ def of_replicas(replicas: Sequence[str], digests: Sequence[bytes]) -> Digests:
 
 
 def sealed(label: str, pieces: Sequence[DigestRange], answer: DigestList) -> dict[int, bytes]:
-    """Return the digest of each allocation of a version that is mapped here: as it was sealed with, else computed."""
+    """Return the digest of each allocation of a mapped version: the one it was sealed with, or else computed here."""
     digests = answer.digests
     if digests is not None and digests.algorithm == ALGORITHM:
         columns = enumerate(zip(*digests.replicas, strict=True))
@@ -128,10 +128,10 @@ def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: Dig
 
 
 def compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = False) -> dict[Spot, bytes]:
-    """Return the digest of each piece, computed by its device, after all work of this process there if need be.
+    """Return the digest of each piece, computed by its device; ``synchronize``: after all work of this process there.
 
     Raises:
-        Unsupported: it is on a host device, and numpy is not installed.
+        Unsupported: a piece is on a host device, and numpy is not installed.
         DeviceFailure: the driver refused.
     """
     by_context: defaultdict[Context, list[DigestRange]] = defaultdict(list)

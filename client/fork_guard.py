@@ -1,7 +1,7 @@
-"""What belongs to one process: guards against forked children and pickling, and weak references.
+"""Objects that belong to one process: guards against forked children and pickling, and weak references.
 
 A forked child inherits objects, but neither their threads nor the right to act for the parent. It closes its copies of
-a session's descriptors, every call raises ``Invalid``, and it touches nothing else.
+a session's descriptors and touches nothing else; every call raises ``Invalid`` there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cubroker.protocol.errors import Invalid
 T = TypeVar("T")
 
 fork_lock = RLock()
-"""While a thread holds it, which must be short, no other thread forks this process."""
+"""While a thread holds it, no other thread forks this process. It must be held only briefly."""
 
 
 class OwnerProcess:
@@ -56,11 +56,11 @@ class Closeable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the object; again: do nothing."""
+        """Close the object; a second call does nothing."""
 
 
 class NotPicklable:
-    """A base of objects that belong to one process; copying or pickling one says what to do instead."""
+    """A base of objects that belong to one process; to copy or pickle one raises an error that says what to do."""
 
     __slots__ = ()
 
@@ -78,7 +78,7 @@ class SessionThread(Thread):
 class WeakRefs(Generic[T]):
     """A set that keeps nothing alive, for members that are hashed by identity. Safe in any thread.
 
-    A dead member leaves by a call into C alone. The callback of ``weakref.WeakSet`` is Python code: a KeyboardInterrupt
+    A single call into C removes a dead member. The callback of ``weakref.WeakSet`` is Python code: a KeyboardInterrupt
     in there is printed and lost.
     """
 
@@ -96,7 +96,7 @@ class WeakRefs(Generic[T]):
         self._refs.discard(ref(thing))
 
     def __iter__(self) -> Iterator[T]:
-        for reference in self._refs.copy():  # tuple() would let the collector in, which changes the set
+        for reference in self._refs.copy():  # tuple() could run the garbage collector, which changes the set
             thing = reference()
             if thing is not None:
                 yield thing

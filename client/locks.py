@@ -1,7 +1,7 @@
-"""Locks of names, for work that one process at a time shall do: see :meth:`cubroker.client.broker.Broker.lock`.
+"""Locks of names, for work that only one process at a time may do: see :meth:`cubroker.client.broker.Broker.lock`.
 
 A :class:`LockHandle` is one lock in this process, from its request to its end, through any interrupt of its caller. As
-with leases, no frame of the caller owns a lock: with the last reference to its :class:`LockRef` it goes back.
+with leases, no frame of the caller owns a lock: it is given back with the last reference to its :class:`LockRef`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cubroker.protocol.messages import Lock, Locked, Reply, Unlock
 
 
 class LockRef:
-    """What stands for a lock in this process; the lock goes back with the last reference to it."""
+    """What stands for a lock in this process; the lock is given back with the last reference to this object."""
 
     __slots__ = ("__weakref__",)
 
 
 class LockHandle(Resource[LockRef]):
-    """The lock of a name: asked for, held, or on its way back."""
+    """The lock of a name: requested, held, or being given back."""
 
     request = "Lock"
 
@@ -64,7 +64,7 @@ class LockHandle(Resource[LockRef]):
 
 
 class NameLock(NotPicklable, Closeable):
-    """The lock of a pool's name, which this process has until :meth:`close`, or the end of ``with``.
+    """The lock of a pool's name, which this process holds until :meth:`close`, or the end of ``with``.
 
     Attributes:
         name: the name.
@@ -72,7 +72,7 @@ class NameLock(NotPicklable, Closeable):
 
     def __init__(self, handle: LockHandle, ref: LockRef, session: ClientSession, name: str) -> None:
         self._ref: LockRef | None = ref
-        #: The Broker, which need not be referred to elsewhere while this is held; see :class:`Pool`.
+        #: The Broker, which this reference keeps open while the lock is held; see :class:`Pool`.
         self.opener: object = None
         self.name = name
         self._handle = handle
@@ -84,7 +84,7 @@ class NameLock(NotPicklable, Closeable):
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back, here or with the Broker."""
+        """Whether the lock was given back, here or with the Broker."""
         return self._ref is None
 
     @property
@@ -94,22 +94,22 @@ class NameLock(NotPicklable, Closeable):
 
     @blocking
     def close(self) -> Steps[None]:
-        """Give it back; the next process in line has it then.
+        """Give the lock back; the next process in line then gets it.
 
         Raises:
-            TimedOut: it is on its way back, and the broker has not confirmed that in time.
+            TimedOut: the lock is being given back, but the broker has not confirmed that in time.
         """
         if self.let_go():
             yield from self._handle.confirm()
 
     def let_go(self) -> bool:
-        """Begin to give it back, without waiting; returns whether it is on its way."""
+        """Begin to give the lock back, without waiting; returns whether that is under way."""
         self._owner.check()
         self._ref = self.opener = None
         return self._handle.ending
 
     def confirming(self) -> Steps[None]:
-        """Wait until a lock that was let go is back."""
+        """Wait until the broker has confirmed that a lock that was let go is given back."""
         return self._handle.confirm()
 
 

@@ -1,4 +1,4 @@
-"""What the broker says without being asked: of versions that are current or lost, of draining, of multicast groups."""
+"""The broker's notices: about versions that are current or lost, about draining, and about multicast groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class News:
     """Wakes threads that wait for a change.
 
-    Nothing is locked: an interrupt may leave a Condition's lock taken, and a signal handler may wait for the thread
-    that tells of a change.
+    It has no lock: an interrupt may leave a Condition's lock taken, and a signal handler may wait for the thread that
+    reports a change.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class News:
         self._error: CubrokerError | None = None
 
     def until(self, found: Callable[[], bool], timeout: float) -> Steps[bool]:
-        """Look with every change, for up to ``timeout`` seconds, whether it is the one; return what was ``found``."""
+        """Call ``found`` now and after every change until it is true, for up to ``timeout`` seconds; return whether."""
         deadline = time.monotonic() + timeout
         while True:
             change: Future[None] = Future()
-            self._waiting.append(change)  # before it looks, so that it misses none
+            self._waiting.append(change)  # before `found`, so that no change is missed
             try:
                 if found():
                     return True
@@ -48,7 +48,7 @@ class News:
                 if left <= 0 or not (yield change, None if left == inf else left):
                     return found()
             finally:
-                with suppress(ValueError):  # it was told of a change
+                with suppress(ValueError):  # `stir` has removed it
                     self._waiting.remove(change)
 
     def stir(self) -> None:
@@ -58,7 +58,7 @@ class News:
                 self._waiting.popleft().set(None)
 
     def fail(self, error: CubrokerError) -> None:
-        """There will be no more changes; the first reason counts."""
+        """Note that there will be no more changes; the first reason counts."""
         self._error = self._error or error
         self.stir()
 
@@ -78,12 +78,12 @@ class WatchClosed(Exception):
 
 
 def time_limit(timeout: float | None) -> float:
-    """Return for how many seconds to wait: infinitely many for None; raises ``Invalid`` if it is none."""
+    """Return for how many seconds to wait: infinitely many for None; raises ``Invalid`` if it is out of range."""
     return inf if timeout is None else seconds(timeout)
 
 
 class Watch(NotPicklable, Iterator[int | None], Closeable):
-    """The current version of a pool, now and after every change; None while there is none, of the owners asked for.
+    """The current version of a pool, now and after every change; None while it has none, or none of the given owners.
 
     Not to be confused with :class:`cubroker.protocol.messages.Watch`.
 
@@ -107,11 +107,11 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         self._watches = watches
         self._news = News()
         self._looking = RLock()  # several threads may iterate; the session's own threads never take it
-        #: Asks for the version that counts, where only some owners' do.
+        #: Asks for the version that counts, if only those of some owners do.
         self._find = find
-        #: The broker's last word: 0 is no version; None until it said anything.
+        #: The version in the broker's last notice: 0 for none; None before the first notice.
         self._latest: int | None = None
-        #: The last of these words that was looked at.
+        #: The last of these versions that :meth:`change` has dealt with.
         self._heard: int | None = None
         #: The version that was returned last.
         self._seen: int | None = None
@@ -121,7 +121,7 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         return self.next()
 
     def next(self, timeout: float | None = None) -> int | None:
-        """Return the current version when it is another than before.
+        """Wait until the current version is another than the one returned before, and return it.
 
         Args:
             timeout: seconds to wait; by default those of the watch. 0: return what is known already.
@@ -137,7 +137,7 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
             raise StopIteration from None
 
     def change(self, timeout: float | None = None) -> Steps[int | None]:
-        """As :meth:`next`, but the end is a ``WatchClosed``."""
+        """Do as :meth:`next`, but raise ``WatchClosed`` at the end."""
         self._owner.check()
         limit = time_limit(self.timeout if timeout is None else timeout)
         deadline = time.monotonic() + limit
@@ -146,7 +146,7 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
                 raise TimedOut(f"pool {self.name!r} did not change within {limit:g} s")
             found = version = self._latest
             if version and self._find:
-                found = (yield from self._find()).version  # which has news of its own, if it differs
+                found = (yield from self._find()).version  # a newer version than `version` brings another notice
             with self._looking:
                 self._check()
                 self._heard = version
@@ -171,29 +171,29 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         self._watches.remove(self)
 
     def tell(self, version: int) -> None:
-        """The pool's current version is now this one, or 0 if it has none."""
+        """See :meth:`Watcher.tell`."""
         self._latest = version
         self._news.stir()
 
     def fail(self, error: CubrokerError) -> None:
-        """There will be no more news."""
+        """See :meth:`Watcher.fail`."""
         self._news.fail(error)
 
 
 class Watcher(Protocol):
-    """Is told of a pool on the connection's thread: a :class:`Watch`, for example."""
+    """Receives news of a pool on the connection's thread: a :class:`Watch`, for example."""
 
     name: str
 
     def tell(self, version: int) -> None:
-        """The pool's current version is now this one, or 0 if it has none."""
+        """Note that the pool's current version is now this one, or 0 if it has none."""
 
     def fail(self, error: CubrokerError) -> None:
-        """There will be no more news."""
+        """Note that there will be no more news."""
 
 
 class Count(News):
-    """Counts what a session hears of a pool; to be watched."""
+    """A watcher that counts the notices about a pool; threads can wait for the count to grow."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Count(News):
         self.stir()
 
     def more(self, before: int, timeout: float) -> Steps[bool]:
-        """Wait up to ``timeout`` seconds until it has counted beyond ``before``; returns whether it has."""
+        """Wait up to ``timeout`` seconds until the count is greater than ``before``; returns whether it is."""
 
         def found() -> bool:
             self.check()
@@ -227,11 +227,11 @@ class Watches:
         self._requests.call(partial(self._add, watch, settle))
 
     def remove(self, watch: Watcher) -> None:
-        """Report to ``watch`` no more; without any left for its pool, the broker stops too."""
+        """Stop reporting to ``watch``; if no other watches its pool, the broker stops, too."""
         self._requests.call(partial(self._remove, watch))
 
     def dropped(self, name: str) -> None:
-        """Nothing refers to a watch of a pool any more, which was not removed."""
+        """Note that a watch of a pool was dropped without being removed: nothing refers to it any more."""
         self._requests.call(partial(self._end, name))
 
     def changed(self, change: PoolChanged) -> None:
@@ -240,7 +240,7 @@ class Watches:
             watch.tell(change.version)
 
     def fail(self, error: CubrokerError) -> None:
-        """End all of them."""
+        """End all watches."""
         for watches in self._watches.copy().values():
             for watch in watches:
                 watch.fail(error)
@@ -255,7 +255,7 @@ class Watches:
         self._end(watch.name)
 
     def _end(self, name: str) -> None:
-        # Once the connection is over, each thread that closes a watch does this itself.
+        # Once the connection is over, this runs on each thread that closes a watch.
         if not any(self._watches.get(name, ())) and self._watches.pop(name, None) is not None:
             self._requests.submit(messages.Watch(name, on=False))
 
@@ -283,7 +283,7 @@ class DrainState(News):
         self.stir()
 
     def wait(self, timeout: float | None, *, over: bool) -> Steps[bool]:
-        """Wait up to ``timeout`` seconds until the broker drains, or that is ``over``; returns whether it is so."""
+        """Wait up to ``timeout`` seconds until the broker drains (``over``: lends again); returns whether it does."""
 
         def found() -> bool:
             self.check()
@@ -298,17 +298,17 @@ class Rebindable(Protocol):
     lease: int
 
     def rebound(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
-        """Take what replaces it after a restart of the broker. Called on the cleanup thread."""
+        """Map what the broker sent as a replacement after its restart. Called on the cleanup thread."""
 
     def unreachable(self, reason: CubrokerError) -> None:
-        """The connection is over: no :meth:`rebound` comes any more. Called on the cleanup thread."""
+        """Note that the connection is over: no :meth:`rebound` will follow. Called on the cleanup thread."""
 
     def give_up(self) -> None:
-        """What is being mapped is of an earlier broker. Called on the connection's thread."""
+        """Give up a mapping that is under way: it is of an earlier broker. Called on the connection's thread."""
 
 
 class Notices:
-    """Passes on what the broker says without being asked, on the connection's thread. Refers to no session."""
+    """Passes on the broker's notices, on the connection's thread. Refers to no session."""
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ class Notices:
         self._cleanup = cleanup
 
     def hear(self, notice: Notice) -> None:
-        """Pass a notice on. A welcome that comes again is of a restarted broker, which cannot know of the first."""
+        """Pass a notice on. A second ``Welcome`` has no effect: a restarted broker cannot know that there was one."""
         match notice:
             case PoolChanged():
                 self._watches.changed(notice)
@@ -339,14 +339,14 @@ class Notices:
                 self._losses[name, version] = why
                 log.warning("pool %r version %d is lost: %s; give it back, and attach to the next", name, version, why)
             case Rebound():
-                # The cleanup thread brings it, once it is there, after all that was to be done for the lease before.
+                # The cleanup thread handles it once its descriptors are there, after all earlier tasks for the lease.
                 self._receiver.rebound(notice, lambda given: self._cleanup.put(lambda: self._rebind(notice, given)))
                 for each in self._rebindable:
                     if each.lease == notice.lease:
                         each.give_up()
 
     def end(self, reason: CubrokerError, *, lost: bool) -> None:
-        """There will be no more notices; ``lost``: and this process did not end the session."""
+        """Note that there will be no more notices; ``lost``: this process did not end the session."""
         if lost:
             level = logging.WARNING if self._held else logging.INFO
             log.log(level, "%s; what is held of it is lost, and Broker.reconnect() opens another session", reason)

@@ -1,10 +1,10 @@
-"""One process's session with a broker: what its threads share, how it begins, hears the broker, and ends.
+"""One process's session with a broker: what its threads share, how it begins, receives notices, and ends.
 
 A session has two threads of its own. The *connection's* thread (:mod:`.transport.connection`) owns the sockets: it
 numbers and sends requests, settles them, and receives descriptors. The *cleanup* thread (:mod:`.cleanup_thread`) maps
 and unmaps memory. All other threads are *callers*: they post requests, leave tasks for the cleanup thread, and wait on
 futures. An interrupt or a time limit can only hit a caller, so no caller's frame owns a lease or an event: a
-:class:`Holding` object does, and gives back what comes after its caller has left.
+:class:`Holding` object does, and gives back what arrives after its caller has left.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ EXIT = 1.0
 """Seconds that the interpreter's exit waits for each thread."""
 
 SESSIONS: WeakRefs[ClientSession] = WeakRefs()
-"""Those of this process."""
+"""The sessions of this process."""
 
 
 class Holding:
-    """A lease or an event of a session: asked for, held, or on its way back."""
+    """A lease, an event or a lock of a session: requested, held, or being given back."""
 
     def abandon(self, reason: CubrokerError) -> None:
-        """Give it back when it comes: its caller waits no more, because of ``reason``. No effect once it came."""
+        """Give it back when it arrives: its caller no longer waits, for ``reason``. No effect once it has arrived."""
 
 
 class Asked(Holding, Generic[T]):
-    """What a caller asks for, until it is handed over."""
+    """What a caller has requested, until it is handed over."""
 
     def __init__(self) -> None:
-        #: Brings it. None from then on: it ends with the last reference to it, so none may stay here.
+        #: Delivers the value; None afterwards: the value ends with the last reference to it, so none may stay here.
         self.future: Future[T] | None = Future()
         #: Whether no caller waits for it.
         self.abandoned = False
@@ -72,13 +72,13 @@ class Asked(Holding, Generic[T]):
             future.fail(reason)
 
     def hand_over(self, box: list[T]) -> None:
-        """Bring what is in the box to its caller, and leave it empty."""
+        """Deliver the value in the box to the caller, and empty the box."""
         future, self.future = self.future, None
         assert future is not None
         future.take(box)
 
     def fail(self, error: CubrokerError) -> None:
-        """Tell the caller that it does not come."""
+        """Deliver an error to the caller."""
         if future := self.future:
             future.fail(error)
 
@@ -86,23 +86,23 @@ class Asked(Holding, Generic[T]):
 class Resource(Asked[T], ABC):
     """An event or a lock of a session, obtained on the cleanup thread; it ends with the last reference to its value."""
 
-    #: The name of the request that brings it.
+    #: The name of the request that obtains it.
     request: ClassVar[str]
 
     def __init__(self, session: ClientSession, label: str) -> None:
         super().__init__()
-        #: What messages call it.
+        #: Its name in messages.
         self.label = label
         self._session = session
         self._guard: Guard[T] | None = None
         self._ended: Future[None] = Future()
 
     def obtain(self, wait: float = 0.0) -> Steps[T]:
-        """Ask for it, and wait. If the caller gives up, by time or by interrupt, it goes back."""
+        """Request it, and wait. If the caller stops waiting, by time or by interrupt, it is given back."""
         return self._session.obtain(self, self._put, self.request, wait)
 
     def abandon(self, reason: CubrokerError) -> None:
-        """See :meth:`Holding.abandon`. What was not begun ends at once."""
+        """See :meth:`Holding.abandon`. A request that was not begun ends without being sent."""
         super().abandon(reason)
         self._put()
 
@@ -112,19 +112,19 @@ class Resource(Asked[T], ABC):
         return self._guard is not None and self._guard() is None
 
     def confirm(self) -> Steps[None]:
-        """Wait until what is ending has ended, and the broker knows."""
-        with suppress(Unavailable):  # a broker that is gone knows of nothing
+        """Wait until the broker has confirmed the end of an event or lock that is ending."""
+        with suppress(Unavailable):  # a broker that is gone confirms nothing
             yield from self._session.confirm(self._ended, self.label)
 
     @abstractmethod
     def begin(self) -> None:
-        """On the cleanup thread: obtain it, unless that was done; or end it, if it was abandoned."""
+        """Obtain it, unless that was begun before; or end it, if it was abandoned. On the cleanup thread."""
 
     def _put(self) -> None:
         self._session.cleanup.put(self.begin)
 
     def _guarded(self, make: Callable[[], T], end: Callable[[], None]) -> None:
-        """Make it and hand it over; ``end`` is called on the cleanup thread after the last reference to it."""
+        """Make the value and hand it over; ``end`` is called on the cleanup thread after the last reference to it."""
         box = [make()]
         self._guard = self._session.cleanup.guard(box[0], end)
         self.hand_over(box)
@@ -137,20 +137,20 @@ class ClientSession:
     """
 
     def __init__(self, directory: Path, timeout: float, connect_timeout: float) -> None:
-        self.directory = directory.absolute()  # this process may change its own
+        self.directory = directory.absolute()  # this process may change its working directory
         self.timeout = timeout
         self.owner = OwnerProcess()
-        #: Whether fabric handles can be opened here; from the first refusal on descriptors take their place.
+        #: Whether this process can open fabric handles; after the first refusal it asks for descriptors instead.
         self.fabric = True
         #: Whether the Broker was closed.
         self.closed = False
         #: Whether the interpreter exits.
         self.stopped = False
-        #: Leases and events, from being asked for to their end.
+        #: Leases, events and locks, from their request to their end.
         self.held: set[Holding] = set()
-        #: Those of the leases that store to all replicas.
+        #: What leases have mapped to store to all replicas.
         self.rebindable: WeakRefs[Rebindable] = WeakRefs()
-        #: Versions whose memory went with an earlier broker, and why.
+        #: Versions whose memory was lost with an earlier broker, and why.
         self.losses: dict[tuple[str, int], str] = {}
         self.cleanup = CleanupThread()
         self.receiver = FdReceiver()
@@ -165,7 +165,7 @@ class ClientSession:
         SESSIONS.add(self)
 
     def _begin(self, timeout: float) -> None:
-        """Greet the broker and start the threads, which own the connection from then on; or leave nothing."""
+        """Greet the broker and start the threads, which own the connection from then on; on failure leave nothing."""
         channel, welcome = greet(self.directory, timeout)
         with ExitStack() as undo:
             undo.callback(channel.close)
@@ -197,7 +197,7 @@ class ClientSession:
                 connection.stop()
                 cleanup.stop()
 
-            # Should an interrupt come before the caller has this object, then its threads end with it.
+            # If an interrupt comes before the caller has this object, the threads end with the object.
             cleanup.guard(self, stop)
             connection.start()
             undo.pop_all()
@@ -216,16 +216,16 @@ class ClientSession:
         return self._connection.lost
 
     def check_open(self) -> None:
-        """Raise ``Unavailable`` if the Broker is closed: arrays that still live keep the connection, for themselves."""
+        """Raise ``Unavailable`` if the Broker is closed, even if arrays that still live keep the connection open."""
         if self.lost and not self.closed:
             raise Unavailable(f"{self.lost}; Broker.reconnect() opens another session when a broker serves again")
         if self.closed or self._leaving:
             raise Unavailable("this Broker is closed; open another")
 
     def check_may_wait(self) -> None:
-        """Raise ``Unavailable`` where a finalizer or a signal handler would wait for itself.
+        """Raise ``Unavailable`` if a finalizer or a signal handler would wait for itself.
 
-        That is on a session's own threads, and inside of what these wait for: a driver call, or a fork.
+        That is so on a session's own threads, and inside a driver call or a fork, for which these threads may wait.
         """
         if fork_lock._is_owned() or devices.in_call(self._spec):  # type: ignore[attr-defined]
             raise Unavailable(
@@ -236,7 +236,7 @@ class ClientSession:
             raise Unavailable("called by a finalizer on a session's own thread, which cannot wait for the answer")
 
     def check_confirms(self) -> None:
-        """Raise ``Unavailable`` where the end of what is held cannot be waited for."""
+        """Raise ``Unavailable`` if this thread cannot wait for the end of what it gives back."""
         if self.stopped:
             raise Unavailable("the interpreter exits, and what is held ends with this process")
         self.check_may_wait()
@@ -249,7 +249,7 @@ class ClientSession:
         return expect(reply, kind)
 
     def wait(self, future: Future[T], request: str, wait: float) -> Steps[T]:
-        """Wait for the answer to a request that the broker may let wait for ``wait`` seconds."""
+        """Wait for the answer to a request, which the broker may delay for ``wait`` seconds."""
         self.check_may_wait()
         limit = self.timeout + wait
         if not (yield future, limit):
@@ -257,31 +257,31 @@ class ClientSession:
         return future.result()
 
     def obtain(self, asked: Asked[T], begin: Callable[[], None], request: str, wait: float) -> Steps[T]:
-        """Note a lease or an event, ``begin`` to bring it, and wait; it is given back if the caller gives up."""
+        """Note what is requested, call ``begin`` to obtain it, and wait; if the caller gives up, it is given back."""
         future = asked.future
         assert future is not None
         self.owner.check()
         try:
             self.held.add(asked)
-            self.check_open()  # looked at last: :meth:`end` either sees it, or is seen here
+            self.check_open()  # after the line above: either `end` sees `asked`, or this line sees `end`
             begin()
             value = yield from self.wait(future, request, wait)
-            future.abandon()  # the thread that brought it may refer to the future for some time
+            future.abandon()  # the thread that delivered the value may refer to the future for some time
             return value
         except BaseException:
             asked.abandon(Unavailable("no caller waits for it"))
-            future.abandon()  # it may have come in the meantime, and this traceback may live long
+            future.abandon()  # the value may have arrived in the meantime, and this traceback may live long
             raise
 
     def confirm(self, ended: Future[T], label: str) -> Steps[T]:
-        """Wait until the broker has taken back what ``label`` names, and return or raise what it answered."""
+        """Wait until the broker has taken back what ``label`` names; return its answer, or raise its error."""
         self.check_confirms()
         if not (yield ended, self.timeout):
             raise TimedOut(f"the broker has not confirmed the end of {label} in {self.timeout:g} s")
         return ended.result()
 
     def watch(self, name: str, owners: tuple[int, ...] = (), timeout: float | None = None) -> Steps[Watch]:
-        """Watch a pool; with ``owners`` it counts only while it is one of theirs, or this user's."""
+        """Watch a pool; with ``owners``, count only versions of pools that belong to one of them, or to this user."""
         self.owner.check()
         self.check_open()
         find = partial(self.ask, Find(name, owners), Found) if owners else None
@@ -291,7 +291,7 @@ class ClientSession:
         return watch
 
     def hear(self, watcher: Watcher) -> Steps[None]:
-        """Have the broker tell a watcher of its pool, until it is removed from ``watches`` or dropped."""
+        """Have the broker notify a watcher of its pool, until the watcher is removed from ``watches`` or dropped."""
         answer: Future[Reply] = Future()
         self.watches.add(watcher, answer.settle)
         try:
@@ -303,7 +303,7 @@ class ClientSession:
     # -- the end -----------------------------------------------------------------------------------
 
     def left(self) -> Steps[None]:
-        """Wait until the cleanup thread has begun to :meth:`end` it; and for the end, if no lease is left."""
+        """Wait until the cleanup thread has called :meth:`end`; then, if no lease is left, for the threads to end."""
         try:
             self.check_may_wait()
         except Unavailable:
@@ -316,7 +316,7 @@ class ClientSession:
             yield from self._join(self.timeout)
 
     def end(self) -> None:
-        """Give up what is being asked for, and end with the last lease. Runs on the cleanup thread."""
+        """Abandon what is requested, and end the session with its last lease. Runs on the cleanup thread."""
         for waits in (self.watches, self.drain_state):
             waits.fail(Unavailable("this Broker was closed"))
         self._leaving = True
@@ -328,15 +328,15 @@ class ClientSession:
         self._left.set(not held)
 
     def forget(self, held: Holding) -> None:
-        """A lease or an event has ended. Runs on either thread of the session."""
+        """Note that a lease, an event or a lock has ended. Runs on either thread of the session."""
         self.held.discard(held)
         if self._leaving and not self.held:
             self._stop_threads()
 
     def stop(self) -> None:
-        """The interpreter exits: end the threads and the connection, within a bounded time.
+        """End the threads and the connection at the interpreter's exit, within a bounded time.
 
-        What is mapped stays mapped, and daemon threads that wait are left to end with the process, without a word.
+        Mapped memory stays mapped. Daemon threads that wait get no answer and no error: they end with the process.
         """
         if self.owner.here():
             self.stopped = True
@@ -344,12 +344,12 @@ class ClientSession:
             run(self._join(EXIT))
 
     def disown(self) -> None:
-        """In a forked child: close what was inherited."""
+        """Close the inherited descriptors in a forked child."""
         self._connection.disown()
         self.receiver.disown()
 
     def _stop_threads(self, *, quietly: bool = False) -> None:
-        """Tell both threads to end; returns at once."""
+        """Tell both threads to end; do not wait for them."""
         self._connection.stop(quietly=quietly)
         self.cleanup.stop()
 
@@ -361,7 +361,7 @@ class ClientSession:
 
 
 class Reconnecting(NotPicklable, Closeable):
-    """What has a session, and opens the next one when that is lost: the part of a :class:`Broker` below its requests.
+    """The part of a :class:`Broker` below its requests: it has a session, and opens another when that one is lost.
 
     Its arguments and errors are those of :class:`Broker`.
     """
@@ -378,7 +378,7 @@ class Reconnecting(NotPicklable, Closeable):
         self._closed: Future[None] = Future()
         self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
 
-        def attempt() -> ClientSession:  # another broker may have come meanwhile, the host's or this user's
+        def attempt() -> ClientSession:  # looks again each time: the host's broker may have started, or this user's
             place = find_directory() if directory is None else Path(directory)
             return ClientSession(place.absolute(), timeout, greeting)
 
@@ -386,7 +386,7 @@ class Reconnecting(NotPicklable, Closeable):
         if directory is None and not os.environ.get("CUBROKER_DIR"):
             log.info("no directory was named; session %d is with the broker found on %s", session.id, session.directory)
         self._owner = session.owner
-        #: The session, and what ends it when this object is no more: replaced together.
+        #: The session, and the guard that ends it with this object; both are replaced together.
         self._opened = session, session.cleanup.guard(self, session.end)
 
     @property
@@ -405,9 +405,9 @@ class Reconnecting(NotPicklable, Closeable):
 
     @property
     def lost(self) -> str:
-        """Why the session is over, and with it what is held of it; empty while it lives, and once it is closed.
+        """Why the session is over, and with it all that it held; empty while it lives, and once it is closed.
 
-        A broker that ends without a store takes its sessions along: :meth:`reconnect` opens another one.
+        The sessions of a broker that ends without a store end with it: :meth:`reconnect` opens another one.
         """
         return self._session.lost
 
@@ -418,7 +418,7 @@ class Reconnecting(NotPicklable, Closeable):
 
     @property
     def requests(self) -> Requests:
-        """Requests themselves, for callers that want many under way: ``submit(body)`` returns a future."""
+        """The session's requests, for callers that send many without waiting: ``submit(body)`` returns a future."""
         return self._session.requests
 
     @property
@@ -433,15 +433,15 @@ class Reconnecting(NotPicklable, Closeable):
     def reconnect(self, wait: float = 0.0) -> None:
         """Open another session if this one is :attr:`lost`; one that lives is left alone.
 
-        What is held of the lost session stays so: its pools and drafts are ``lost``, what they have mapped stays mapped
-        until they are closed, and watches end. Versions of the next broker may have numbers that were used before.
+        Pools and drafts of the lost session stay ``lost``, their memory stays mapped until they are closed, and its
+        watches end. Versions of the next broker may have numbers that were used before.
 
         Args:
-            wait: seconds that a broker has to come, where none serves yet. Closing this object ends the wait.
+            wait: seconds to wait for a broker, if none serves yet. Closing this object ends the wait.
 
         Raises:
             Unavailable: no broker serves there or answers in time, or this object is closed.
-            TimedOut: none came in ``wait`` seconds.
+            TimedOut: no broker served within ``wait`` seconds.
             CubrokerError: as opening a :class:`Broker`.
         """
         self._owner.check()
@@ -458,11 +458,11 @@ class Reconnecting(NotPicklable, Closeable):
             self._check_open()
             if session.lost:
                 new = ClientSession(session.directory, *self._timeouts)
-                if self._session is session:  # else this was done in the middle, and the new one ends with this call
+                if self._session is session:  # else a signal handler has reopened, and `new` ends with this call
                     session.cleanup.put(guard)
                     self._opened = new, new.cleanup.guard(self, new.end)
                     log.info("session %d with the broker on %s follows session %d", new.id, new.directory, session.id)
-        if self._closed.done():  # meanwhile, by a thread that may have seen the session before
+        if self._closed.done():  # by a thread that may have closed the earlier session alone
             session, guard = self._opened
             session.closed = True
             session.cleanup.put(guard)
@@ -476,7 +476,7 @@ class Reconnecting(NotPicklable, Closeable):
 
 
 def shortage(error: Exception) -> str:
-    """Return what kept a session from beginning; with the limits, where threads or memory have run out."""
+    """Return why a session could not begin, with the limits if threads or memory have run out."""
     match error:
         case RuntimeError():
             return f"{error}; {zmq_preflight.thread_limits()}"
@@ -486,13 +486,13 @@ def shortage(error: Exception) -> str:
 
 
 def disown_sessions() -> None:
-    """In a forked child: close what its parent's sessions have open."""
+    """Close the descriptors of the parent's sessions in a forked child."""
     for session in SESSIONS:
         session.disown()
 
 
 def stop_sessions() -> None:
-    """At the interpreter's exit: end all sessions."""
+    """End all sessions at the interpreter's exit."""
     for session in SESSIONS:
         session.stop()
 
