@@ -45,8 +45,8 @@ class Broker(Reconnecting):
 
     Not to be confused with :class:`cubroker.server.broker.Broker`.
 
-    Besides what each method names, all may raise ``Unavailable`` (the broker is gone, or this object
-    is closed), ``TimedOut`` (it did not answer) and ``Invalid`` (an argument that nothing can have, or a forked child).
+    In addition to what each method names, all may raise ``Unavailable`` (the broker is gone, or this object is closed),
+    ``TimedOut`` (the broker did not answer) and ``Invalid`` (an argument is out of range, or this is a forked child).
 
     Args:
         directory: where the broker listens; by default ``$CUBROKER_DIR``, else this user's own directory if a socket is
@@ -55,12 +55,12 @@ class Broker(Reconnecting):
         timeout: seconds that the broker may take to answer, beyond what a request itself may wait.
         connect_timeout: seconds that the broker may take to open the session; by default ``timeout``. A broker that is
             starting, or is being started again, answers when it serves.
-        wait: seconds that a broker has to come, where none serves yet.
+        wait: seconds to wait for a broker, if none serves yet.
 
     Raises:
         Unavailable: no broker serves there or answers in time, or this process is short of descriptors, threads or
             memory.
-        TimedOut: no broker came in ``wait`` seconds.
+        TimedOut: no broker served within ``wait`` seconds.
         Denied: this user may not connect.
         OverQuota: this user has as many sessions as it may have.
     """
@@ -96,34 +96,34 @@ class Broker(Reconnecting):
     ) -> Steps[Pool]:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
 
-        If the session is :attr:`lost`, another is opened first, as by :meth:`reconnect` without a wait. Not so for a
-        certain ``version``: the next broker may have given its number to other tensors.
+        If the session is :attr:`lost`, this opens another first, as :meth:`reconnect` without a wait does; but not if a
+        ``version`` is named, since the next broker may have given its number to other tensors.
 
         Args:
             name: the pool.
-            version: which one; by default the current one.
-            device: on which device; by default a replicated pool's only one. Of a sharded pool it gets what is on that
-                device, and by default every tensor, each on its own device.
+            version: the version's number; by default the current version.
+            device: the device to attach on; by default the only device of a replicated pool. Of a sharded pool, this
+                maps the tensors on that device, and by default every tensor, each on its own device.
             wait: seconds to wait for its publication.
-            peer: where ``device`` has nothing of the pool, whether it shall use the memory of another one that it
-                reaches directly, over the fastest link there is. The tensors are ``device``'s then;
-                ``pool.memory_device`` says where they lie.
-            owner: whose pool it has to be, unless it is this user's own: a name or a number, or several; by default
-                those of ``$CUBROKER_OWNER``, separated by commas, else any user's. Names are looked up here; numbers
-                are those of the broker's user namespace.
+            peer: whether ``device``, if it has nothing of the pool, may use the memory of another device that it
+                reaches directly; the one with the fastest link is chosen. The tensors then belong to ``device``, and
+                ``pool.memory_device`` is the device that has the memory.
+            owner: the users one of whom has to own the pool, unless this user does: a name or a number, or several; by
+                default those of ``$CUBROKER_OWNER``, separated by commas, else any user. Names are looked up here;
+                numbers are those of the broker's user namespace.
             unsealed: whether ``version``, which has to be named, may be a draft that its writer has not sealed yet, or
-                is still allocated (``wait``). It is read-only here, holds what the writer has written so far, and has
-                the layout that it has now. The lease stays one of the version when that is sealed; if it never is,
-                it keeps the memory as that on a retired version does, and the number is not given out again.
+                that is still being allocated (``wait``). It is read-only here, holds what the writer has written so
+                far, and has its present layout. When the draft is sealed, the lease becomes one on the version. If it
+                never is, the lease keeps the memory as one on a retired version does, and the number is not used again.
 
         Raises:
             NotFound: no such pool, version or device.
             Retired: the version was retired, or given up by its writer.
             Denied: the pool's mode keeps this user from reading it, or will after the seal; or it is not ``owner``'s.
-            Unsupported: an owner is asked for, or a draft, and the broker is too old to heed that; or it is a draft
-                that its readers may write, or an ``ipc`` one of another user, which they could.
+            Unsupported: an owner or a draft is requested, and the broker is too old for that; or the draft will be
+                writable by its readers; or it is another user's ``ipc`` draft, which readers could write.
             OverQuota: this session, or this user, holds as many leases as it may.
-            TimedOut: it was not published in ``wait`` seconds.
+            TimedOut: the version was not published within ``wait`` seconds.
             Invalid: the pool is on several devices and ``device`` does not say which; or ``peer`` without ``device``,
                 or ``unsealed`` without ``version``.
             OutOfMemory, DeviceFailure: the memory could not be mapped.
@@ -145,7 +145,7 @@ class Broker(Reconnecting):
         owner: Owner | Sequence[Owner] | None = None,
         unsealed: bool = False,
     ) -> Steps[Pool]:
-        """As :meth:`attach`, but opens no session: if this one is lost it raises ``Unavailable``."""
+        """Do as :meth:`attach`, but open no session: raise ``Unavailable`` if this one is lost."""
         fields.check_pool_name(name)
         if unsealed:
             self._check_unsealed(name, version)
@@ -176,31 +176,31 @@ class Broker(Reconnecting):
         Args:
             name: the pool, new or not.
             layout: its tensors, from :meth:`Layout.pack` or another pool; or what :meth:`Layout.pack` takes.
-            devices: each gets a copy of every allocation, unless there is a ``plan``; by default those of the plan, or
-                the first one.
+            devices: the devices, each of which gets a copy of every allocation, unless there is a ``plan``; by default
+                those of the plan, or the first one.
             share: how the memory is shared: ``vmm``, which readers cannot write, ``ipc``, which they can,
                 ``multicast``, for :meth:`Pool.broadcast`, or ``auto``: as the broker's setting ``share`` says, by
-                default ``vmm`` where all ``devices`` can, else ``ipc``. The draft's ``share`` tells.
+                default ``vmm`` if all ``devices`` support it, else ``ipc``. The draft's ``share`` is the kind in use.
             wait: seconds to wait for other writers of the pool, and for room.
-            mode: who may attach (read) and publish and retire (write), like a file's: ``0o640``. By default a pool
-                keeps its mode, and a new one gets the broker's default. A process that may attach to ``ipc`` memory, or
-                to that of a GPU, can write it if it means to.
-            plan: for every tensor by name, which of ``devices`` it lies on, and no other: the pool is sharded. The
-                layout must have tensors of different devices in different allocations, as those have that
-                ``Layout.pack(..., groups=plan)`` makes.
+            mode: who may attach (read), and who may publish and retire (write), like a file's: ``0o640``. By default a
+                pool keeps its mode, and a new one gets the broker's default. A process that may attach to ``ipc``
+                memory, or to that of a GPU, can write it if it means to.
+            plan: a mapping of every tensor's name to the one of ``devices`` that has it: the pool is sharded. The
+                layout must have tensors of different devices in different allocations, as
+                ``Layout.pack(..., groups=plan)`` makes them.
             writable: whether those who attach to the version may write it, and make events on it
-                (:meth:`Pool.event`): scratch memory, that processes hand over to each other.
-            durable: whether the version outlives a broker that is killed or started again: for ``vmm`` and
-                ``multicast``, where the broker has a store. By default it does where that is so and the store has room.
+                (:meth:`Pool.event`): scratch memory that processes hand over to each other.
+            durable: whether the version outlives a broker that is killed or started again. That needs ``vmm`` or
+                ``multicast``, and a broker with a store. By default it does if that is so and the store has room.
 
         Raises:
             Invalid: the plan does not fit the layout or the devices.
             NotFound: no such device.
-            Exists: another session is writing a version of it.
-            Denied: it is another user's, whose mode keeps this one from writing.
+            Exists: another session is writing a version of the pool.
+            Denied: the pool is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
-            OverQuota: this user has used up what it may have.
-            TimedOut: none of it changed in ``wait`` seconds.
+            OverQuota: this user has used up its quota.
+            TimedOut: other writers, or the lack of room, still stood in the way after ``wait`` seconds.
             Unsupported: no such share kind, or it cannot be durable.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
@@ -227,21 +227,21 @@ class Broker(Reconnecting):
     ) -> Steps[Pool | Draft]:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
-        Should that writer fail, the next in line gets a draft.
+        If that writer fails, the next in line gets a draft.
 
         Args:
             name: the pool.
-            layout: its tensors, should it have to be created.
+            layout: its tensors, if it has to be created.
             device: where to attach; by default the first of ``devices``, or with a ``plan`` each tensor's own device.
             devices: where to create; by default the devices of the ``plan``, or ``device``, or the first one.
             wait: seconds to wait for the publication, or for the turn and room to create.
-            share: as for :meth:`create`, should it be created.
-            mode: as for :meth:`create`, should it be created.
-            plan: as for :meth:`create`, should it be created.
-            writable: as for :meth:`create`, should it be created.
-            durable: as for :meth:`create`, should it be created.
-            peer: as for :meth:`attach`, should it be there.
-            owner: as for :meth:`attach`, should it be there.
+            share: as for :meth:`create`, if it has to be created.
+            mode: as for :meth:`create`, if it has to be created.
+            plan: as for :meth:`create`, if it has to be created.
+            writable: as for :meth:`create`, if it has to be created.
+            durable: as for :meth:`create`, if it has to be created.
+            peer: as for :meth:`attach`, if the pool has a current version.
+            owner: as for :meth:`attach`, if the pool has a current version.
 
         Raises:
             CubrokerError: as :meth:`attach` and :meth:`create`.
@@ -271,11 +271,11 @@ class Broker(Reconnecting):
     ) -> int:
         """Copy arrays into a new version of a pool and publish it; returns the version.
 
-        Arrays on a GPU are copied from device to device, once all work of that GPU that was submitted before is done,
-        in any stream. Arrays of any strides are made contiguous by their own library, where they are. Names of the same
-        memory, type, shape and strides, as tied parameters are, are stored once; a broker of an older release stores
-        them each. When this returns, the arrays are not needed any more. If it raises, nothing is left of the version,
-        unless its seal had begun: then it may be published.
+        Arrays on a GPU are copied from device to device, after all work that was submitted to that GPU before, in any
+        stream. Arrays with gaps or other strides are first made contiguous by their own library, on their own device.
+        Arrays of the same memory, type, shape and strides, such as tied parameters, are stored once under all their
+        names; with a broker of an older release, once for each name. When this returns, the arrays are not needed any
+        more. If it raises, nothing is left of the version, unless its seal had begun: then it may be published.
 
         Args:
             name: the pool, new or not.
@@ -287,24 +287,25 @@ class Broker(Reconnecting):
             share: as for :meth:`create`.
             mode: as for :meth:`create`.
             durable: as for :meth:`create`.
-            plan: the one device of each tensor, by its name or by a pattern as shells have them for files
-                (``layers.1.*``): the pool is sharded. A tensor's own name goes before patterns; of these the first one
-                that matches counts. Every tensor needs an entry.
+            plan: a mapping of names, or shell patterns of names (``layers.1.*``), to the one device of each tensor: the
+                pool is sharded. A tensor's own name precedes patterns; if several patterns match, the first one counts.
+                Every tensor needs an entry.
             wait: as for :meth:`create`.
             digest: as for :meth:`Draft.seal`.
-            base: an earlier version of the same pool, whose memory the new one shares as far as it has not changed: a
-                pool that is attached to it, its number, or the pool's name for the current version. Tensors that are
-                left out stay as they are there. Devices, plan, share kind and durability are the base's. Not for what
-                is ``multicast`` or writable by its readers, nor for a pool that is closed or :attr:`~Pool.lost`.
+            base: an earlier version of the same pool, whose memory the new version shares as far as it has not changed:
+                a pool that is attached to that version, the version's number, or the pool's name for the current
+                version. Tensors that ``source`` lacks stay as they are in the base, as do devices, plan, share kind and
+                durability. The base cannot be ``multicast``, writable by its readers, or a pool that is closed or
+                :attr:`~Pool.lost`.
 
         Raises:
             Unsupported: the base cannot share its memory, or the broker is too old for that.
-            Invalid: there are no tensors; something is no array that can be read here (sparse, quantized, on the meta
-                device, of a type that pools lack), by its name; or as :meth:`create`.
+            Invalid: there are no tensors; an array, which the text names, cannot be read here (sparse, quantized, on
+                the meta device, of a type that pools lack); or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
         fields.check_pool_name(name)
-        from cubroker.client.publish import Sources  # with eight modules that readers have no use for
+        from cubroker.client.publish import Sources  # imports eight modules that readers do not need
 
         if digest:
             from cubroker.client.digests import need
@@ -327,8 +328,8 @@ class Broker(Reconnecting):
 
         Raises:
             NotFound: no such pool or version.
-            Retired: the version was retired, or replaced, and is no more.
-            Denied: it is another user's, whose mode keeps this one from writing.
+            Retired: the version was retired or superseded, and exists no more.
+            Denied: the pool is another user's, whose mode keeps this one from writing.
         """
         fields.check_pool_name(name)
         return self._session.ask(messages.Retire(name, version_number(version)), messages.Retirement)
@@ -346,7 +347,7 @@ class Broker(Reconnecting):
 
         Raises:
             Denied: the pool's mode keeps this user from reading it.
-            Unsupported: an owner is asked for, and the broker is too old to heed that.
+            Unsupported: an owner is given, and the broker is too old to check it.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
         fields.check_pool_name(name)
@@ -361,16 +362,16 @@ class Broker(Reconnecting):
 
         Args:
             name: the pool.
-            version: which one; by default all that are neither current nor a draft.
-            timeout: seconds to wait; by default without limit. 0: look.
+            version: the version's number; by default all versions that are neither current nor a draft.
+            timeout: seconds to wait; by default without limit. 0: do not wait.
 
         Returns:
-            Whether it came to that.
+            Whether the version has ended.
 
         Raises:
             NotFound: there has been no such version.
             Denied: the pool's mode keeps this user from reading it.
-            Unsupported: the broker is too old to tell.
+            Unsupported: the broker is too old to report that.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
         fields.check_pool_name(name)
@@ -405,8 +406,8 @@ class Broker(Reconnecting):
     ) -> Follow:
         """Return an iterator, also an asynchronous one, over the pool's current version, now and after every change.
 
-        It outlives brokers: if this session is :attr:`lost`, it opens the next one, in place, when a broker serves
-        again (:meth:`reconnect`). Returns at once; what stands in the way is raised by the iteration.
+        The iterator outlives brokers: if this session is :attr:`lost`, it reopens this ``Broker`` when a broker serves
+        again (:meth:`reconnect`). This method does not wait; the iteration raises the errors that come later.
 
         Args:
             name: the pool.
@@ -414,7 +415,7 @@ class Broker(Reconnecting):
             timeout: seconds to wait for a version, each time, before ``TimedOut`` is raised; by default without limit.
 
         Raises:
-            Unsupported: an owner is asked for, and the broker is too old to heed that.
+            Unsupported: an owner is given, and the broker is too old to check it.
             Unavailable: this process is short of threads or memory, or this object is closed.
         """
         from cubroker.client.follow import Follow
@@ -431,24 +432,24 @@ class Broker(Reconnecting):
 
     @blocking
     def lock(self, name: str, *, timeout: float = 600.0) -> Steps[NameLock]:
-        """Take the lock of a pool's name, which one session has at a time, in the order in which they asked.
+        """Take the lock of a pool's name, which one session holds at a time, in the order of their requests.
 
         ::
 
             with broker.lock("llama"):
-                ...                    # look whether it is there; else load, and publish
+                ...                    # attach if the pool exists; else load, and publish
 
-        It is for work that begins before :meth:`create` can, such as loading what says only then how it is laid out. It
-        is advice: it keeps no process from publishing. It ends with ``with``, with :meth:`NameLock.close`, with this
-        Broker, and with this process, however that ends; a connection that is lost does not end it. Its holder does
-        not get it twice: a second request waits for the first.
+        It is for work that begins before :meth:`create` can, such as loading a model whose layout is known only
+        afterwards. The lock is advisory: it keeps no process from publishing. It ends with ``with``, with
+        :meth:`NameLock.close`, with this Broker, and with this process, however that ends; a lost connection does not
+        end it. It is not reentrant: a second request of its holder waits for the first.
 
         Args:
             name: the pool, which need not exist.
-            timeout: seconds to wait for it; 0: do not wait.
+            timeout: seconds to wait for the lock; 0: do not wait.
 
         Raises:
-            TimedOut: another holder has it, and had it for ``timeout`` seconds.
+            TimedOut: another holder still had the lock after ``timeout`` seconds.
             Denied: this user may not publish that pool.
             OverQuota: this session, or this user, has as many locks as it may.
             Unsupported: the broker is too old to have locks.
@@ -474,18 +475,18 @@ class Broker(Reconnecting):
 
     @blocking
     def devices(self) -> Steps[tuple[DeviceInfo, ...]]:
-        """Return every device of the broker, with what is free on it; the broker's ordinals."""
+        """Return every device of the broker, with its free memory; the ordinals are the broker's."""
         return (yield from self._session.ask(messages.ListDevices(), messages.DeviceList)).devices
 
     @blocking
     def describe(self, name: str, version: int | None = None) -> Steps[tuple[PoolInfo, Layout, tuple[str, ...]]]:
-        """Return what is known of a version, by default the current one, its layout, and where the allocations are.
+        """Return the broker's information on a version, by default the current one, its layout, and its placement.
 
-        That is a device's UUID for each allocation of a sharded version, and nothing where all are on each device.
+        The placement is the UUID of the device of each allocation of a sharded version, and empty for a replicated one.
 
         Raises:
             NotFound: no such pool or version.
-            Retired: the version was retired, or replaced, and is no more.
+            Retired: the version was retired or superseded, and exists no more.
             Denied: the pool's mode keeps this user from reading it.
         """
         fields.check_pool_name(name)
@@ -496,7 +497,7 @@ class Broker(Reconnecting):
 
     @blocking
     def digests(self, name: str, version: int | None = None) -> Steps[messages.DigestList]:
-        """Return what digests a version was sealed with, by default the current one; None among it if with none.
+        """Return the digests that a version was sealed with, by default the current one; ``digests`` is None if none.
 
         Raises:
             NotFound, Retired, Denied: as :meth:`describe`.
@@ -509,7 +510,7 @@ class Broker(Reconnecting):
 
     @blocking
     def look(self) -> Steps[messages.View]:
-        """Return devices, pools, sessions, memory and waiting requests as of one moment: what this user may see."""
+        """Return the devices, pools, sessions, memory and waiting requests that this user may see, at one moment."""
         return self._session.ask(messages.Look(), messages.View)
 
     @blocking
@@ -517,7 +518,7 @@ class Broker(Reconnecting):
         """Return the last events of a pool, by name, or of a session, by number, the oldest first.
 
         Raises:
-            NotFound: nothing is known of it (any more), or the session is another user's.
+            NotFound: the broker has no events of it (any more), or the session is another user's.
             Denied: the pool's mode keeps this user from reading it.
         """
         pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
@@ -527,26 +528,26 @@ class Broker(Reconnecting):
 
     @property
     def lends_drafts(self) -> bool:
-        """Whether the broker is new enough to lend drafts to readers, as :meth:`attach` with ``unsealed`` has them."""
+        """Whether the broker is new enough to lend drafts to readers (:meth:`attach` with ``unsealed``)."""
         self._owner.check()
         return self._session.version >= messages.UNSEALED
 
     @property
     def draining(self) -> str:
-        """Why the broker lends nothing new and wants back what it lent; nothing if that is not so."""
+        """Why the broker is draining: it lends nothing new, and asks for what it lent; empty if it is not."""
         self._owner.check()
         return self._session.drain_state.why
 
     @blocking
     def wait_draining(self, timeout: float | None = None, *, over: bool = False) -> Steps[bool]:
-        """Wait until the broker is :attr:`draining`, for as long as it takes or up to ``timeout`` seconds.
+        """Wait until the broker is :attr:`draining`, without limit or up to ``timeout`` seconds.
 
         Args:
             timeout: seconds to wait; by default without limit.
             over: wait until it lends again instead.
 
         Returns:
-            Whether it came to that.
+            Whether it drains, or with ``over`` lends again.
         """
         self._owner.check()
         self._session.check_open()
@@ -556,7 +557,7 @@ class Broker(Reconnecting):
     def drain(self, *, on: bool = True) -> Steps[None]:
         """Have the broker lend nothing new, and tell all clients to give back what they hold; or lend again.
 
-        It stays so until it is taken back, with a store beyond the end of the broker. What is held stays.
+        It drains until it is told to lend again, with a store even if the broker is restarted. Leases stay valid.
 
         Raises:
             Denied: this user neither runs the broker nor is root.
@@ -567,13 +568,13 @@ class Broker(Reconnecting):
 
     @blocking
     def close(self) -> Steps[None]:
-        """Close all pools, discard all drafts, give back all locks, end what follows pools, and end the session.
+        """Close all pools, discard all drafts, give back all locks, end all :meth:`follow`, and end the session.
 
-        Where tensors of a pool are still alive, the connection stays until the last of them is gone. A signal handler
-        does better to raise an exception: while one runs, the call that it came into cannot go on.
+        If tensors of a pool are still alive, the connection stays until the last of them is gone. A signal handler
+        should raise an exception instead: while it runs, the call that it interrupted cannot continue.
 
         Raises:
-            CubrokerError: as :meth:`Pool.close`, of the first pool that has something to tell; all are closed.
+            CubrokerError: as :meth:`Pool.close`, for the first pool that fails; all are closed nevertheless.
         """
         self._owner.check()
         self._closed.set(None)
@@ -592,7 +593,7 @@ class Broker(Reconnecting):
     def _lay_out(
         self, layout: Layout | Tensors, devices: Sequence[DeviceId] | None, plan: Plan | None
     ) -> tuple[Layout, Placed]:
-        """Return a layout that is checked, and where its allocations shall lie."""
+        """Return a layout that is checked, and the devices of its allocations."""
         places = None if plan is None else local.find_plan(self.driver, plan)
         if isinstance(layout, Layout):
             layout.check()
@@ -618,7 +619,7 @@ class Broker(Reconnecting):
         fields.check_pool_name(name)
         if mode is not None and not 0 <= mode <= 0o777:
             raise Invalid(f"a mode of 0o{mode:o}; it can be 0 to 0o777")
-        if self._session.version < messages.CHOOSES:  # such a broker has to be told
+        if self._session.version < messages.CHOOSES:  # an older broker cannot choose
             durable = bool(durable)
             share = (messages.VMM if durable else messages.IPC) if share == messages.AUTO else share
         head = name, layout.encode(), placed.devices, share, seconds(wait)
@@ -649,8 +650,7 @@ class Broker(Reconnecting):
     ) -> int:
         """Fill a new draft from the sources and seal it; returns the version.
 
-        What can be prepared is prepared while the broker allocates the memory. ``shared``: see
-        :attr:`Draft.shared_digests`.
+        The sources are prepared while the broker allocates the memory. ``shared``: see :attr:`Draft.shared_digests`.
         """
 
         def prepare() -> None:
@@ -665,7 +665,7 @@ class Broker(Reconnecting):
     def _update(
         self, name: str, sources: Sources, base: Pool | int | str, ask: Callable[..., messages.Create], *, digest: bool
     ) -> int:
-        """Publish a version that shares with another one what is not changed; ``ask`` is :meth:`_creation`."""
+        """Publish a version that shares unchanged memory with another one; ``ask`` is :meth:`_creation`."""
         if self._session.version < messages.UPDATES:
             raise Unsupported(f"an update of {name!r}: the broker is too old to share memory; publish all tensors")
         from cubroker.client.digests import sealed
@@ -688,7 +688,7 @@ class Broker(Reconnecting):
     def _base(
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack
     ) -> tuple[Pool, PoolInfo, tuple[str, ...]]:
-        """Return a version that an update can share memory with, all its tensors, and where its allocations are."""
+        """Return a pool with all tensors of an update's base, the base's information, and where its allocations are."""
         from cubroker.client.publish import base_version
 
         version = base_version(name, base, self.directory)
@@ -701,7 +701,7 @@ class Broker(Reconnecting):
                 return undo.enter_context(self.attach(name, version=info.version, device=device)), info, homes
             except Retired:
                 if version is not None:
-                    raise  # else another version has become the current one: take that
+                    raise  # else another version has become the current one: attach to that
 
     def _attached(
         self,
@@ -716,7 +716,7 @@ class Broker(Reconnecting):
         return self._keep(Pool(lease, mapped, index, reply.name, owners, unsealed=unsealed))
 
     def _keep(self, held: H) -> Steps[H]:
-        """Note a pool or a lock for :meth:`close`, which another thread may have called since it was asked for."""
+        """Note a pool or a lock for :meth:`close`; close it if another thread has called that since the request."""
         self._held.add(held)
         held.opener = self
         if self._closed.done() and held.let_go():
@@ -727,7 +727,7 @@ class Broker(Reconnecting):
     def _where(
         self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool
     ) -> messages.Where:
-        """Say where to attach; this process has a context there then, and the lease need not wait for that."""
+        """Return where to attach; make this process's context there, so that the lease need not wait for it."""
         if device is None and peer:
             raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
         uuid = None if device is None else local.context(self.driver, device).device.uuid
@@ -748,7 +748,7 @@ class Broker(Reconnecting):
 
 
 def uids(owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
-    """Return the numbers of users, for None of those in the environment; empty for all users.
+    """Return the numbers of users; for None, of the users in the environment. Empty stands for all users.
 
     Raises:
         Invalid: there is no such user.

@@ -6,7 +6,7 @@ They may run while an exception propagates, the callback then loses the exceptio
 
 Solution: numpy makes the capsule, from an array of unsigned integers that owns nothing and keeps our memory alive.
 Numpy's deleter is correct in any thread, at any time, even after the interpreter's end. The device, the type and the
-flags, which numpy cannot know, are then written into the struct. Torch does the same where it is without numpy: it is
+flags, which numpy cannot know, are then written into the struct. If numpy is not installed, torch does the same: it is
 the one library with DLPack that does not require numpy.
 
 Source of the layouts: dlpack.h of DLPack 1.1.
@@ -84,16 +84,16 @@ _DTYPES = {(element.code, BITS[dtype]): dtype for dtype, element in ELEMENTS.ite
 
 
 class Borrowed(NamedTuple):
-    """An array of another library, which stays there while this object lives."""
+    """An array of another library, whose memory stays valid while this object lives."""
 
     #: its element type, by its safetensors name
     dtype: str
-    #: its dimensions, in elements; in pairs of elements of four bits
+    #: its dimensions, in elements; elements of four bits count in pairs
     extent: tuple[int, ...]
-    #: how far apart the next one lies in each dimension, counted in the same way
+    #: the distance to the next element in each dimension, counted in the same way
     strides: tuple[int, ...]
     pointer: int
-    #: gives the array back when it is gone
+    #: releases the array when it dies
     capsule: CapsuleType
 
     @property
@@ -110,14 +110,14 @@ class Borrowed(NamedTuple):
         return 0 in self.extent or all(size == 1 or stride == step for size, stride, step in pairs)
 
     def bits(self, numpy: ModuleType) -> NDArray[Any]:
-        """Return its elements as numpy's array of integers on the same memory, if that is the host's."""
+        """Return its elements as a numpy array of integers on the same memory, which must be the host's."""
         width = max(BITS[self.dtype] // 8, 1)
         found: NDArray[Any] = numpy.asarray(_Interface(self, width))
         return found
 
 
 class _Interface:
-    """What numpy makes an array of, which keeps this object."""
+    """What numpy makes an array from; the array keeps this object alive."""
 
     def __init__(self, borrowed: Borrowed, width: int) -> None:
         self._borrowed = borrowed
@@ -131,13 +131,13 @@ class _Interface:
 
 
 def borrow(array: Any, stream: int | None = None) -> Borrowed:
-    """Return what another library's array is, by its ``__dlpack__``.
+    """Return a description of another library's array, by its ``__dlpack__``.
 
-    The capsule is not consumed: a capsule that is never consumed gives its array back by itself.
+    The capsule is not consumed: a capsule that is never consumed releases its array when it dies.
 
     Args:
-        array: the other library's.
-        stream: for an array on a GPU, the handle of a stream of that, which is made to wait for the array's elements.
+        array: the other library's array.
+        stream: for an array on a GPU, the handle of a stream of that GPU, which then waits for the array's elements.
 
     Raises:
         BufferError: pools have no such element type.
@@ -168,9 +168,9 @@ def without_numpy(pointer: int, shape: Sequence[int], dtype: str, keeper: object
 
     Args:
         pointer: where the memory begins, on any device.
-        shape: dimensions, in elements; in pairs of elements of four bits.
+        shape: dimensions, in elements; elements of four bits count in pairs.
         dtype: the element type, by its safetensors name.
-        keeper: is kept by the tensor.
+        keeper: an object that the tensor keeps alive.
     """
     library = sys.modules.get("torch")
     if library is None:
@@ -194,12 +194,12 @@ def export(
 
     Args:
         carrier: an array of integers of the element's width, writable to its library. Its memory is not touched.
-        dtype: the element type, by its safetensors name. Elements of 4 bits go in pairs, two lanes each, which the
-            carrier's last dimension must count.
+        dtype: the element type, by its safetensors name. Elements of 4 bits are exported in pairs, two lanes each; the
+            carrier's last dimension must count pairs.
         device: DLPack's device type and ordinal.
         readonly: whether to tell the consumer that it may not write; only a versioned capsule can.
-        versioned: whether the consumer knows DLPack 1.0 and later. It takes a capsule of before, too, which is made
-            where torch makes the capsule: that knows 1.0 in its newer releases alone.
+        versioned: whether the consumer knows DLPack 1.0 and later. Such a consumer accepts an older capsule, too, which
+            is made if torch makes it: only newer releases of torch know 1.0.
     """
     if versioned and hasattr(carrier, "__array_interface__"):
         capsule = carrier.__dlpack__(max_version=(1, 0))
@@ -215,5 +215,5 @@ def export(
 
 
 def lanes(dtype: str) -> int:
-    """Return how many elements travel as one: frameworks take elements of 4 bits in pairs."""
+    """Return how many elements DLPack counts as one: frameworks import elements of 4 bits in pairs."""
     return 2 if BITS[dtype] == 4 else 1

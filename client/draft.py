@@ -1,4 +1,4 @@
-"""A version that this process is filling, up to its seal; and arrays that are to be, or lie in, its memory."""
+"""A version that this process fills, up to its seal; and the arrays that are copied into its memory, or lie in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Draft(Pool):
 
     Leaving it without :meth:`seal` discards it. Its tensors end with it, sealed or discarded; arrays
     and framework tensors made from them must be dropped before a seal, and delay a discard. A draft that is sealed in
-    place goes on as a :class:`Pool` of the published version.
+    place becomes a :class:`Pool` of the published version.
 
     Attributes:
         replicas: the tensors on each device, in the order in which the devices were given.
@@ -44,7 +44,7 @@ class Draft(Pool):
     ) -> None:
         super().__init__(lease, mapped, index, name)
         self._scratch = scratch
-        #: Digests of what it shares with an earlier version, and has not mapped: by device and allocation.
+        #: Digests of the memory that it shares with an earlier version, and has not mapped: by device and allocation.
         self.shared_digests: Mapping[Spot, bytes] = {}
         self._lay_out(mapped, index)
 
@@ -52,31 +52,33 @@ class Draft(Pool):
     def seal(
         self, *, layout: Layout | None = None, digest: bool | Digests = False, in_place: bool = False
     ) -> Steps[int]:
-        """Publish the memory, on all devices, as the pool's current version, whose number is returned.
+        """Publish the memory, on all devices, as the pool's current version; return the version's number.
 
-        It is unmapped first. Sealed ``in_place`` it stays mapped: this object goes on as a pool of the version, and
+        The memory is unmapped first. With ``in_place`` it stays mapped: this object becomes a pool of the version, and
         arrays and framework tensors made from the draft stay valid, at the same addresses. Nothing may write to them
-        any more: the device refuses it, where readers are refused (``protected``), and on a host device a write ends
-        the process. Work that was submitted to the devices is waited for.
+        any more: the device refuses writes if it does so for readers (``protected``), and on a host device a write ends
+        the process. This waits for work that was submitted to the devices.
 
         Args:
-            layout: takes the place of the draft's, and has the same allocations: for tensors whose places were not
-                known before, as from :meth:`layout_of`.
-            digest: have each device compute a digest of what it holds, padding included, and publish these as well, so
-                that :meth:`Pool.check` finds bytes that are changed later. It takes about as long as reading all once.
+            layout: replaces the draft's layout, and has the same allocations: for tensors whose places were not known
+                before, as from :meth:`layout_of`.
+            digest: have each device compute a digest of its memory, padding included, and publish the digests as well,
+                so that :meth:`Pool.check` finds later changes. That takes about as long as reading all memory once.
                 Digests that were computed already (:func:`cubroker.client.digests.of_replicas`) are published as given.
             in_place: keep the memory mapped and leased; for drafts on one device or with a plan, not for ``multicast``.
 
         Raises:
-            Invalid: arrays or framework tensors of it are in use (``in_place``: are held); the layout is of other
-                allocations; or it is published. The draft stays open.
-            Unsupported: a digest of what its readers may write; the broker is too old for a digest, another layout or
-                a seal in place; the draft is on several devices, or ``multicast``. The draft stays open.
+            Invalid: arrays or framework tensors of the draft are in use (``in_place``: are held); the layout has other
+                allocations; or the draft is published. The draft stays open.
+            Unsupported: a digest of memory that its readers may write; the broker is too old for a digest, another
+                layout or a seal in place; with ``in_place``, the draft has several replicas, or is ``multicast``. The
+                draft stays open.
             OverQuota: the layout is longer than this user's quota allows; the draft stays open.
-            DeviceFailure, OutOfMemory: a digest could not be computed, or the access not be changed; the draft stays
-                open.
-            DeviceFailure: the memory could not be unmapped yet; the draft is not published, and discarded when it is.
-            Unavailable, TimedOut: the broker is gone or silent; the draft may or may not be published.
+            DeviceFailure, OutOfMemory: a digest could not be computed, or the access could not be changed; the draft
+                stays open.
+            DeviceFailure: the memory could not be unmapped yet; the draft is not published, and is discarded once the
+                memory is unmapped.
+            Unavailable, TimedOut: the broker is gone or does not answer; the draft may or may not be published.
         """
         self._owner.check()
         self._memory()
@@ -107,15 +109,15 @@ class Draft(Pool):
     def layout_of(self, source: object) -> Layout:
         """Return a layout whose tensors are arrays that lie in this draft's memory already, for :meth:`seal`.
 
-        Names of one array, as those of tied parameters are, become one tensor by several names.
+        If one array has several names, as tied parameters have, it becomes one tensor with these names.
 
         Args:
             source: a mapping of names to arrays of any library, or an object with ``state_dict()``; as for
                 :meth:`Broker.publish`.
 
         Raises:
-            Invalid: an array lies elsewhere, has gaps, or begins at no multiple of 256 bytes, by its name; two of them
-                overlap; or as :meth:`Broker.publish`.
+            Invalid: an array, which the text names, lies elsewhere, has gaps, or does not begin at a multiple of 256
+                bytes; two arrays overlap; or as :meth:`Broker.publish`.
         """
         self._owner.check()
         self._memory()
@@ -124,7 +126,7 @@ class Draft(Pool):
     def _lay_out(self, mapped: LeasedMemory, index: TensorIndex) -> None:
         self._index = index
         self.replicas = tuple(Replica(mapped, (place,), index) for place in mapped.places)
-        #: What the broker has; None while it is told another.
+        #: The layout that the broker has; None while another one is being sent to it.
         self._told: Layout | None = index.layout
 
     def _set_layout(self, layout: Layout) -> Steps[None]:
@@ -163,7 +165,7 @@ class Draft(Pool):
             refused = isinstance(error, CubrokerError) and not isinstance(error, Unavailable | TimedOut)
             if refused or not asked:  # it is certainly not published
                 writable = lease.protect(readonly=False)
-                if refused:  # an interrupt does not wait
+                if refused:  # not after an interrupt, which must not be delayed
                     yield from self._session.confirm(writable, f"write access to {self._label}")
                 mapped.end_publication(readonly=False)
             raise
@@ -172,7 +174,7 @@ class Draft(Pool):
         return version
 
     def _digesting(self, given: bool | Digests) -> Callable[[], Digests]:
-        """Return what computes the digests of the memory, unless they are given, and refers to none of it."""
+        """Return a function that returns the digests, given or computed; it refers to none of the memory."""
         if self._scratch:
             raise Unsupported(
                 f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
@@ -201,15 +203,15 @@ class Draft(Pool):
 
 
 def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArray]:
-    """Describe what is to be published.
+    """Describe the arrays that are to be published.
 
     Args:
         source: a mapping of names to arrays, or an object with ``state_dict()``, such as a model.
         driver: this process's driver of the broker's devices.
 
     Raises:
-        Invalid: it is neither, or empty; or something in it is no array that can be read here.
-        Unsupported: an array can be read by numpy alone, which is not installed.
+        Invalid: the source is neither, or empty; or something in it is not an array that can be read here.
+        Unsupported: only numpy can read an array, and is not installed.
     """
     if not isinstance(source, Mapping) and callable(state_dict := getattr(source, "state_dict", None)):
         source = state_dict()
@@ -246,10 +248,10 @@ def layout_in(memory: Replica, arrays: Arrays, label: str) -> Layout:
     Args:
         memory: the tensors of a draft, on one device or all shards.
         arrays: the arrays.
-        label: the draft's, for messages.
+        label: the draft's name in messages.
 
     Raises:
-        Invalid: an array cannot be a tensor where it is, by its name; or two overlap.
+        Invalid: an array, which the text names, cannot be a tensor where it is; or two arrays overlap.
     """
     specs, elsewhere = find_in(memory, arrays)
     if elsewhere:
@@ -262,7 +264,7 @@ def layout_in(memory: Replica, arrays: Arrays, label: str) -> Layout:
 
 
 def find_in(memory: Replica, arrays: Arrays) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return the places of the arrays that can be tensors where they are, and of the others why they cannot."""
+    """Return the places of those arrays that can be tensors where they are, and why each other array cannot."""
     views = zip(memory.allocations, memory.allocation_views, strict=True)
     places = [(view.pointer, view.nbytes, number) for number, view in views]
     specs: dict[str, TensorSpec] = {}

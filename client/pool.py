@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what most readers have no use for is imported where it is u
 
 
 class UnknownTensor(KeyError):
-    """A name that no tensor has; its text adds those that are near, which takes a search through all names."""
+    """A name that no tensor has. The text adds similar names; they are searched for only when it is shown."""
 
     def __init__(self, name: str, names: Collection[str] = (), label: str = "") -> None:
         super().__init__(name)
@@ -45,21 +45,21 @@ class UnknownTensor(KeyError):
 
 
 class Replica(NotPicklable, Mapping[str, SharedTensor]):
-    """The tensors of one version on one device, or a sharded version's on all of them.
+    """The tensors of one version on one device; of a sharded version, those on all of its devices.
 
-    Tensors are made when they are asked for; indexing is cheap and gives a new object every time.
+    Tensors are made on access; indexing is cheap and gives a new object every time.
 
     Attributes:
         allocations: the indexes of those allocations of the layout that are mapped here.
     """
 
-    __eq__ = object.__eq__  # each belongs to one lease, even where two hold the same tensors
+    __eq__ = object.__eq__  # each belongs to one lease, even if two have the same tensors
     __hash__ = object.__hash__
 
     def __init__(self, mapped: LeasedMemory, places: Sequence[DeviceMapping], index: TensorIndex) -> None:
         self._mapped: LeasedMemory | None = mapped
         self._last_label = mapped.label
-        # The first place that has an allocation stands for it: those of a draft of a replicated version all have it.
+        # The first place that has an allocation is used: in a draft of a replicated version all places have it.
         self._place = {
             number: place
             for place in reversed(places)
@@ -106,7 +106,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
 
     @property
     def context(self) -> Context:
-        """This process's context on ``device``; raises ``Invalid`` as that does."""
+        """This process's context on ``device``; raises ``Invalid`` as ``device`` does."""
         return self._alone().context
 
     @property
@@ -122,7 +122,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         )
 
     def digest_ranges(self) -> list[DigestRange]:
-        """Return each of ``allocations`` as a device computes its digest; refers to none of the memory.
+        """Return the range of each of ``allocations`` for its digest; the ranges do not keep the memory mapped.
 
         Raises:
             Invalid: the memory was given back.
@@ -138,10 +138,11 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
     def handles(self) -> tuple[AllocationHandle, ...]:
         """Return what opens each of :attr:`allocations` in another process of this host, in that order.
 
-        It is for code that opens CUDA IPC handles itself, such as an inference server or a transfer library; a process
-        that can use cubroker attaches instead. What a handle opens is valid while this pool's lease is held, and is
-        writable, as all ``ipc`` memory is. The broker does not know who has opened it: have it closed there before the
-        lease ends, or the version is retired, since CUDA leaves undefined what a handle opens once its memory is freed.
+        Handles are for code that opens CUDA IPC handles itself, such as an inference server or a transfer library; a
+        process that can use cubroker attaches instead. The opened memory is valid while this pool's lease is held, and
+        is writable, as all ``ipc`` memory is. The broker does not know which processes have opened it: have it closed
+        there before the lease ends or the version is retired. After the memory is freed, CUDA leaves undefined what the
+        handle maps.
 
         Raises:
             Invalid: the memory was given back, or is asleep.
@@ -215,16 +216,16 @@ class Pool(Replica, Closeable):
 
     Not to be confused with :class:`cubroker.server.ledger.records.Pool`.
 
-    Closing it makes it useless here at once. The memory stays mapped, and the lease held, until the
+    Once closed, the object cannot be used any more. The memory stays mapped, and the lease held, until the
     last of its tensors, and of all arrays and framework tensors made from them, is gone.
 
     Attributes:
         name: the pool's name.
         share: how its memory is shared.
-        sealed: False for a :class:`Draft` until its seal. A pool that was attached to ``unsealed`` does not tell.
+        sealed: False for a :class:`Draft` until its seal, else True, also for a pool that was attached to ``unsealed``.
         writable: whether its tensors may be written here.
-        protected: whether the device refuses what is written here by mistake: in ``vmm`` and ``multicast`` pools that
-            are not ``writable``. Who writes to an ``ipc`` pool changes what all its readers read.
+        protected: whether the device refuses accidental writes by this process: so for ``vmm`` and ``multicast`` pools
+            that are not ``writable``. A write to an ``ipc`` pool changes the bytes that all its readers see.
     """
 
     sealed = True
@@ -244,7 +245,7 @@ class Pool(Replica, Closeable):
         self.share = mapped.share
         self.writable = not mapped.readonly
         self.protected = mapped.protected
-        #: The Broker. Its session ends with it, and this pool could neither switch nor wake any more.
+        #: The Broker, kept alive: its session ends with it, and this pool could then neither switch nor wake.
         self.opener: object = None
         self._lease = lease
         self._session = lease.session
@@ -271,28 +272,28 @@ class Pool(Replica, Closeable):
     def how(self) -> str:
         """How :meth:`broadcast` gets bytes to all replicas of a multicast pool: ``multicast`` or ``copies``.
 
-        It may be another after a restart of the broker, and is empty while that puts the replicas together again.
+        It may change with a restart of the broker, and is empty while the broker binds the replicas together again.
         """
         return self._lease.multicast.team.how if self._lease.multicast else ""
 
     @property
     def why(self) -> str:
-        """Why so."""
+        """Why the broker has chosen :attr:`how`."""
         return self._lease.multicast.team.why if self._lease.multicast else ""
 
     @property
     def lost(self) -> str:
         """How the broker lost the memory, or this process its session; empty if neither happened.
 
-        The broker loses what is not durable when it is killed, and without a store everything. What is mapped here
-        stays mapped; whether its bytes stay is up to the driver. Close the pool, and attach again, which opens another
-        session if this one is over (:meth:`Broker.reconnect`).
+        A broker that is killed loses versions that are not durable, and without a store all versions. Memory that is
+        mapped here stays mapped; whether its bytes stay depends on the driver. Close the pool, and attach again, which
+        opens another session if this one is over (:meth:`Broker.reconnect`).
         """
         return self._session.losses.get((self.name, self.version), "") or self._session.lost
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this pool has mapped, padding included: a whole version's, or those of one shard."""
+        """Bytes that this pool has mapped, padding included: of a whole version, or of one shard."""
         return sum(self.layout.allocations[number] for number in self.allocations)
 
     @property
@@ -301,23 +302,23 @@ class Pool(Replica, Closeable):
         return self._lease.number
 
     def broadcast(self, source: object, name: str) -> None:
-        """Store to a tensor on all devices at once; done everywhere when it returns.
+        """Store to a tensor in all replicas; done on every device when it returns.
 
-        Nothing keeps holders from storing to the same tensor at the same time, or from reading it meanwhile. After a
-        restart of the broker it waits until the replicas are bound together again.
+        Nothing keeps holders from storing to the same tensor at the same time, or from reading it during the store.
+        After a restart of the broker, this waits until the replicas are bound together again.
 
         Args:
             source: of the tensor's dtype and shape: an array in host memory, of the kinds that
                 :meth:`SharedTensor.copy_from` takes, or a :class:`SharedTensor` in the memory of this pool's device; or
-                the address of as many raw bytes in such memory. Work that fills it is waited for, if it is this
-                process's.
-            name: the tensor's. To store raw bytes of the host, fill this pool's own with
-                :meth:`SharedTensor.copy_from_bytes`, and pass that as the source.
+                the address of as many raw bytes in such memory. This waits for work of this process that fills the
+                source.
+            name: the tensor's name. To store raw bytes of the host, fill this pool's own tensor with
+                :meth:`SharedTensor.copy_from_bytes`, and pass that tensor as the source.
 
         Raises:
             Unsupported: the pool is not shared as ``multicast``; or this process cannot reach all replicas.
-            Invalid: it is published and not writable, its memory is another device's than the one that uses it here,
-                the source does not fit, or the pool is closed.
+            Invalid: the pool is published and not writable; its memory is on another device than the one that uses it
+                here; the source does not fit; or the pool is closed.
             DeviceFailure: the driver refused; some replicas may have the bytes.
             TimedOut, Unavailable: the replicas were not bound together again; nothing was stored.
         """
@@ -332,15 +333,16 @@ class Pool(Replica, Closeable):
                 raise devices.failure(error, f"storing {name!r} of {self._label} to all replicas") from error
 
     def multicast_pointer(self, name: str) -> int:
-        """Return the address by which kernels of this pool's device store to a tensor on all devices at once.
+        """Return the address through which kernels of this pool's device store to a tensor in all replicas.
 
-        It takes ``multimem`` instructions and copies from device memory, is never to be read, and stays the same
-        while the pool sleeps and wakes. After a restart of the broker, what is mapped there is replaced, between
-        submitted work and later work, but not while a tensor of this pool is held (:meth:`SharedTensor.hold`).
+        The address is for ``multimem`` instructions and copies from device memory, must never be read, and stays the
+        same while the pool sleeps and wakes. After a restart of the broker, the memory that is mapped there is
+        replaced, between submitted work and later work, but not while a tensor of this pool is held
+        (:meth:`SharedTensor.hold`).
 
         Raises:
-            Unsupported: the pool is not shared as ``multicast``, or copies take the place of that, or this process has
-                to do without.
+            Unsupported: the pool is not shared as ``multicast``, or is written by copies, or this process cannot use
+                multicast.
             Invalid, TimedOut, Unavailable: as :meth:`broadcast`.
         """
         self._owner.check()
@@ -349,16 +351,16 @@ class Pool(Replica, Closeable):
 
     @blocking
     def check(self) -> Steps[None]:
-        """Have the devices compare all bytes that this pool has mapped with the digest that they were sealed with.
+        """Have the devices compare all bytes that this pool has mapped with the digests that they were sealed with.
 
-        That finds what was changed since: by a process with a descriptor or handle of its own, or by faulty memory. It
-        finds no writer that knows the digest and means to keep it (:mod:`cubroker.driver.digest`).
+        That finds later changes: by a process with a descriptor or handle of its own, or by faulty memory. It does not
+        find the writes of a process that knows the digest and preserves it (:mod:`cubroker.driver.digest`).
 
         Raises:
-            Corrupted: they differ; it says on which device, in which allocation, and which tensors lie there.
+            Corrupted: they differ; the text says on which device, in which allocation, and which tensors lie there.
             Unsupported: the version was sealed without a digest, or the broker is too old to keep one.
             Invalid: the pool is a draft, closed or asleep.
-            NotFound, Retired, Denied: the version is not this user's to read any more.
+            NotFound, Retired, Denied: this user may not read the version any more, or it is gone.
             DeviceFailure: the driver refused.
         """
         self._owner.check()
@@ -376,13 +378,13 @@ class Pool(Replica, Closeable):
 
     @blocking
     def event(self, name: str, *, device: DeviceId | None = None) -> Steps[SharedEvent]:
-        """Make an event, with which this process tells others when it has written what they wait to read.
+        """Make an event, with which this process tells others that it has written what they wait to read.
 
-        It ends with this pool's lease: when the pool is closed or falls asleep, or this process ends.
+        The event ends with this pool's lease: when the pool is closed or falls asleep, or this process ends.
 
         Args:
-            name: by which others open it, unique among the events of the version.
-            device: whose work it will mark, if the pool is used by several devices here.
+            name: the name by which others open it, unique among the events of the version.
+            device: the device whose work it will mark, if several devices use the pool here.
 
         Raises:
             Invalid: the pool is not writable, a draft, closed or asleep; or ``device`` does not say which.
@@ -399,15 +401,15 @@ class Pool(Replica, Closeable):
         """Open an event that another process made with its lease on the same version.
 
         Args:
-            name: the event's.
-            wait: seconds to wait for somebody to make it.
+            name: the event's name.
+            wait: seconds to wait for another process to make it.
 
         Raises:
-            NotFound: there is none; or this process does not see its device.
-            TimedOut: no process made it in ``wait`` seconds.
+            NotFound: there is no such event; or this process does not see its device.
+            TimedOut: no process made it within ``wait`` seconds.
             Invalid: the pool is not writable, a draft, closed or asleep.
-            Unavailable: the pool was closed meanwhile.
-            DeviceFailure: the driver refused: as it does in the process that made the event, which has it already.
+            Unavailable: the pool was closed during the wait.
+            DeviceFailure: the driver refused, as it does in the process that made the event, which has it already.
         """
         self._owner.check()
         self._memory()
@@ -419,10 +421,10 @@ class Pool(Replica, Closeable):
         That is the current version, if it is newer, and every later one. The iteration ends when the pool is closed.
 
         Args:
-            switch: whether the pool is switched to each version (:meth:`switch`) before that is returned. It is done by
-                the iteration, when it is asked for the next version, so that no other work uses the tensors meanwhile;
-                where it fails, the iteration raises why and may go on, and tries again. In an event loop a thread does
-                it. A pool that is asleep wakes.
+            switch: whether the pool is switched to each version (:meth:`switch`) before the version is returned. The
+                iteration switches when it is asked for the next version, so that no other work uses the tensors at that
+                time. If a switch fails, the iteration raises the error; the next step tries again. In an event loop a
+                thread switches. A pool that is asleep wakes.
             timeout: seconds to wait for a version, each time, before ``TimedOut`` is raised; by default without limit.
 
         Raises:
@@ -462,15 +464,15 @@ class Pool(Replica, Closeable):
     def sleep(self) -> Steps[None]:
         """Unmap the memory and give the lease back, but keep the addresses for :meth:`wake`; not for ``ipc`` pools.
 
-        Those of a ``multicast`` pool are the addresses of its tensors and of :meth:`multicast_pointer`.
-        Work that was submitted to the devices is waited for. Arrays, framework tensors and captured CUDA graphs
-        that use the addresses may stay, and must not be used meanwhile: on a host device that ends the process.
-        Nothing keeps the version there: once it is retired or superseded, it can be gone. A pool that sleeps may sleep
+        A ``multicast`` pool keeps the addresses of its tensors and of :meth:`multicast_pointer`.
+        This waits for work that was submitted to the devices. Arrays, framework tensors and captured CUDA graphs
+        that use the addresses may stay, and must not be used during the sleep: on a host device that ends the process.
+        Nothing keeps the version alive: once it is retired or superseded, it can be gone. A pool that sleeps may sleep
         again, and be closed. Its events here are closed.
 
         Raises:
             Unsupported: the pool is shared as ``ipc``.
-            Invalid: it is closed or a draft, or tensors are being copied or are held; it stays awake.
+            Invalid: the pool is closed or a draft, or tensors are being copied or are held; it stays awake.
             DeviceFailure: not all of the memory could be unmapped; the lease stays.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
@@ -492,17 +494,17 @@ class Pool(Replica, Closeable):
             wait: seconds that the broker may let the request wait.
 
         Raises:
-            Retired, NotFound: the version is not there any more. As with every failure, the pool stays asleep.
+            Retired, NotFound: the version does not exist any more. As with every failure, the pool stays asleep.
             Unavailable: the replicas of a ``multicast`` pool are not stored to in the same way any more.
-            Invalid: it is closed.
+            Invalid: the pool is closed.
             CubrokerError: as :meth:`Broker.attach`.
         """
         self._owner.check()
-        with self._waking:  # one thread asks for all
+        with self._waking:  # one thread sends the request for all
             run(self.waking(wait))
 
     def waking(self, wait: float) -> Steps[None]:
-        """As :meth:`wake`, but two at once may both ask; what the later one is given goes back at once."""
+        """Do as :meth:`wake`, but let two callers request a lease each; the later one is given back immediately."""
         self._owner.check()
         if self.closed:
             raise Invalid(f"{self._label} is closed in this process; attach again")
@@ -516,22 +518,24 @@ class Pool(Replica, Closeable):
     def switch(self, version: int | None = None, wait: float = 0.0) -> int:
         """Map another version of the pool at the same addresses, in place of this one; returns the version's number.
 
-        Arrays, framework tensors, captured CUDA graphs and other tensors of the pool stay, and show the bytes of the
-        other version from then on. All of it is mapped, on all devices, or the version before stays as it was; so it is
-        when the caller is interrupted. Work that was submitted to the devices is waited for, and no other work may use
-        the tensors until this returns. The lease on the version before is given back afterwards; for a moment there are
-        both. Events of that version are closed here. A pool that is asleep wakes on the other version.
+        Arrays, framework tensors, captured CUDA graphs and other tensors of the pool stay valid, and show the bytes of
+        the other version from then on. Either the whole version is mapped, on all devices, or the version before stays
+        mapped as it was, also if the caller is interrupted. This waits for work that was submitted to the devices; no
+        other work may use the tensors until it returns. Then the lease on the version before is given back; for a
+        moment the pool has both leases. Events of the version before are closed here. A pool that is asleep wakes on
+        the other version.
 
         Args:
-            version: which one; by default the current one. Nothing happens if the pool is awake and on it.
+            version: the version's number; by default the current version. If the pool is awake and on it, this does
+                nothing.
             wait: seconds to wait for its publication.
 
         Raises:
-            Unsupported: the version has another layout, share kind or device, or is ``writable`` where this one is not;
-                or the pool is shared as ``ipc``, or is a ``multicast`` pool that this process may broadcast to.
+            Unsupported: the version has another layout, share kind or device; or just one of the two versions is
+                ``writable``; or the pool is shared as ``ipc``, or is ``multicast`` and this process may broadcast.
             Invalid: the pool is closed or a draft, or tensors are being copied or are held.
             NotFound, Retired, Denied, OverQuota, TimedOut: as :meth:`Broker.attach`.
-            OutOfMemory, DeviceFailure: the driver refused. Should it refuse to map the version before again, too, the
+            OutOfMemory, DeviceFailure: the driver refused. If it also refuses to map the version before again, the
                 error says so, and the pool is asleep.
         """
         self._owner.check()
@@ -548,7 +552,7 @@ class Pool(Replica, Closeable):
         return LeaseRequest(self._lease, self.layout)
 
     def switching(self, request: LeaseRequest, version: int | None, wait: float) -> Steps[int]:
-        """As :meth:`switch`; the caller has the request settled where this raises or is given up."""
+        """Do as :meth:`switch`; if this raises or is given up, the caller has to settle the request."""
         self._owner.check()
         number = version_number(version)
         self._check_moves("be switched")
@@ -572,8 +576,8 @@ class Pool(Replica, Closeable):
         """Give the memory back: now, or with the last tensor or array of it that still lives.
 
         Raises:
-            DeviceFailure: the memory could not be unmapped yet. The lease stays until it is, which this process tries
-                again in the background.
+            DeviceFailure: the memory could not be unmapped yet. This process tries again in the background, and keeps
+                the lease until it succeeds.
             TimedOut: the memory is unmapped, but the broker has not yet confirmed that the lease is over.
         """
         if self.let_go():
@@ -635,7 +639,7 @@ class Pool(Replica, Closeable):
         self.opener = None
 
     def _check_moves(self, how: str) -> LeasedMemory:
-        """Return the memory, which can leave its addresses; raises ``Unsupported`` or ``Invalid`` if not."""
+        """Return the memory; raises ``Unsupported`` or ``Invalid`` if its addresses cannot be unmapped and mapped."""
         if self.share not in messages.BY_DESCRIPTOR:
             raise Unsupported(
                 f"{self._label} is shared as {self.share} and cannot {how}; create it with share={messages.VMM!r}"

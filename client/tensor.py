@@ -57,12 +57,12 @@ class SharedTensor(NotPicklable):
 
     @property
     def device(self) -> Device:
-        """The device that uses it."""
+        """The device that uses the tensor."""
         return self._place.context.device
 
     @property
     def memory_device(self) -> Device:
-        """The device in whose memory it is: not ``device`` if that reaches it over peer access."""
+        """The device in whose memory the tensor is: not ``device`` if that reaches it over peer access."""
         return self._place.memory
 
     @property
@@ -72,12 +72,12 @@ class SharedTensor(NotPicklable):
 
     @property
     def readonly(self) -> bool:
-        """Whether writing it is forbidden here: it was published, and its pool is not writable. See ``protected``."""
+        """Whether this process may not write it: it was published, and its pool is not writable. See ``protected``."""
         return self._mapped.readonly
 
     @property
     def protected(self) -> bool:
-        """Whether the device refuses writes by this process; without that a ``readonly`` tensor can be overwritten.
+        """Whether the device refuses writes by this process; if not, a ``readonly`` tensor can be overwritten.
 
         Tensors of ``ipc`` pools are not protected: frameworks that ignore ``readonly``, such as torch, can change the
         bytes that all readers see.
@@ -108,10 +108,11 @@ class SharedTensor(NotPicklable):
             del lent  # a traceback may keep this frame for long
 
     def numpy(self) -> NDArray[Any]:
-        """Return it as an array on the same memory; host devices only. Types that numpy lacks come from ml_dtypes.
+        """Return an array on the same memory; host devices only. Types that numpy lacks come from ml_dtypes.
 
         Raises:
-            Unsupported: it is on a GPU, numpy or ml_dtypes is missing or broken, or its elements are packed (F4, F6).
+            Unsupported: the tensor is on a GPU, numpy or ml_dtypes is missing or broken, or its elements are packed
+                (F4, F6).
             Invalid: the memory was given back.
         """
         if not self._place.context.host:
@@ -152,13 +153,13 @@ class SharedTensor(NotPicklable):
         Args:
             source: a numpy array (with the types of ml_dtypes, too), a torch tensor, another :class:`SharedTensor`, a
                 typed buffer (``memoryview``, ``array.array``), or an array of any library that has ``__array__`` or
-                ``__dlpack__``; in host memory, or in that of ``device``. Any strides: a source with gaps is first made
-                contiguous where it is. All work of the device that was submitted before is waited for. ``bytes`` are
-                elements of U8; store elements of other types with :meth:`copy_from_bytes`.
+                ``__dlpack__``; in host memory, or in that of ``device``. It may have any strides: a source with gaps is
+                first made contiguous where it is. This waits for all work that was submitted to the device before.
+                ``bytes`` are elements of U8; store elements of other types with :meth:`copy_from_bytes`.
 
         Raises:
-            Invalid: it is read-only, the source has another dtype or shape, or none, or lies on another GPU, or the
-                memory was given back.
+            Invalid: the tensor is read-only; the source has another dtype or shape, or none, or lies on another GPU; or
+                the memory was given back.
             DeviceFailure: the driver could not copy.
         """
         self._check_writable()
@@ -183,7 +184,7 @@ class SharedTensor(NotPicklable):
             buffer: a C-contiguous buffer of exactly ``nbytes`` bytes: the elements as they lie in memory.
 
         Raises:
-            Invalid: it is read-only, the buffer has another size or gaps, or the memory was given back.
+            Invalid: the tensor is read-only, the buffer has another size or gaps, or the memory was given back.
             DeviceFailure: the driver could not copy.
         """
         self._check_writable()
@@ -200,10 +201,10 @@ class SharedTensor(NotPicklable):
         self._fill(view)
 
     def __array__(self, dtype: DTypeLike | None = None, *, copy: bool | None = None) -> NDArray[Any]:
-        """Return the array of :meth:`numpy`, or a copy of it if one is asked for or needed.
+        """Return the array of :meth:`numpy`, or a copy of it if one is requested or needed.
 
         Raises:
-            TypeError: where :meth:`numpy` raises ``Unsupported``: it is on a GPU, or numpy lacks the type.
+            TypeError: :meth:`numpy` raises ``Unsupported``: the tensor is on a GPU, or numpy lacks the type.
             ValueError: ``copy`` is False, and ``dtype`` needs one.
             Invalid: the memory was given back.
         """
@@ -216,7 +217,7 @@ class SharedTensor(NotPicklable):
         return np.array(array, dtype=dtype, copy=copy)
 
     def __bool__(self) -> NoReturn:
-        """Raise ``TypeError``: a framework's tensor is as true as its one element, which cannot be read here."""
+        """Raise ``TypeError``: the truth of a framework's tensor is that of its one element, which is not read here."""
         raise TypeError(
             f"tensor {self.name!r} is neither true nor false; compare it with None, or look at the elements of numpy()"
         )
@@ -235,13 +236,13 @@ class SharedTensor(NotPicklable):
     ) -> CapsuleType:
         """Export the tensor, as the array API's ``__dlpack__`` describes.
 
-        A consumer that knows DLPack 1.0 is told whether it may write. Not so without numpy: torch makes the capsule
-        then, in the form of before 1.0, which does not tell. No stream has to wait: the bytes of a pool were complete
-        before it was published. Later writes to a writable pool are ordered by its events.
+        The capsule tells a consumer that knows DLPack 1.0 whether it may write. Without numpy, torch makes the capsule
+        in the form before 1.0, which does not. No stream has to wait: the bytes of a pool were complete before it was
+        published. Later writes to a writable pool are ordered by its events.
 
         Raises:
-            BufferError: a copy or another device was asked for, or an odd number of 4-bit elements in a row.
-            Unsupported: neither numpy nor torch is here to make the capsule.
+            BufferError: a copy or another device was requested, or a row has an odd number of 4-bit elements.
+            Unsupported: neither numpy nor torch is available to make the capsule.
             Invalid: the memory was given back.
         """
         device = self.__dlpack_device__()
@@ -272,7 +273,7 @@ class SharedTensor(NotPicklable):
         if self._place.context.host or typestr is None:
             raise AttributeError(f"tensor {self.name!r} ({self.dtype} on {self.device.name}) has none; use DLPack")
         if self._lent is None:
-            self._lent = self._mapped.lend(self.name)  # the interface has its consumer keep this object
+            self._lent = self._mapped.lend(self.name)  # consumers of the interface keep this tensor alive
         return {
             "version": 3,
             "shape": self.shape,
@@ -335,7 +336,7 @@ def described(array: object, context_of: ContextOf) -> HostArray | DeviceArray:
     """Describe an array of any library, or a tensor of a pool, as a source of another tensor.
 
     Raises:
-        Invalid: as :func:`~.arrays.source_of`; or the tensor's memory was given back.
+        Invalid: as :func:`~.arrays.source_of`; or the memory of the pool's tensor was given back.
     """
     if not isinstance(array, SharedTensor):
         return source_of(array, context_of)
