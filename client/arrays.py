@@ -1,9 +1,9 @@
 """Arrays of any library as sources of tensors: their type, their shape, and where their elements are.
 
 Libraries do not agree on one protocol. Buffers and DLPack as numpy reads it have no type for bfloat16 and float8, and
-torch exports float8 over DLPack only in its newer versions. So numpy's arrays and torch's tensors are taken as they
-are; every other source is asked by the first protocol that it has. Torch is imported only if an array is torch's, and
-numpy only if one is numpy's, has gaps, or can be taken by numpy alone.
+torch exports float8 over DLPack only in its newer versions. So numpy's arrays and torch's tensors are read through
+their own libraries; every other source is read by the first protocol that it has. Torch is imported only if an array is
+torch's, and numpy only if an array is numpy's, has gaps, or can be read by numpy alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_COPIES = 256 << 20
-"""Bytes of arrays with gaps that are made contiguous, and kept, at a time."""
+"""The most bytes of contiguous copies, of arrays with gaps, that are kept at a time; the last copy may exceed it."""
 
 ContextOf = Callable[[int], Context]
 """Returns this process's context on the GPU with an ordinal; raises ``Invalid`` or ``NotFound`` if it has none."""
@@ -48,11 +48,11 @@ class HostArray(msgspec.Struct, frozen=True):
     dtype: str
     #: its dimensions, in elements
     shape: tuple[int, ...]
-    #: where the elements are: the same for two names of one tensor; with steps in bytes if there is no ``pointer``
+    #: identifies the elements: equal for two names of one tensor; includes the steps in bytes if ``pointer`` is None
     place: Hashable
     #: where the elements begin; None if they have gaps, or another order than C's
     pointer: int | None
-    #: returns the elements without gaps and in the order of C; a copy if there is no ``pointer``
+    #: returns the elements without gaps and in the order of C; a copy if ``pointer`` is None
     contiguous: Callable[[], memoryview]
 
 
@@ -65,13 +65,13 @@ class DeviceArray(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     #: this process's context on the device that has made it
     context: Context
-    #: where the elements are: the same for two names of one tensor
+    #: identifies the elements: equal for two names of one tensor
     place: Hashable
-    #: returns the address of the elements, without gaps and in the order of C, and what keeps them there
+    #: returns the address of the elements, without gaps and in the order of C, and the object that keeps them
     contiguous: Callable[[], tuple[int, object]]
-    #: whether ``contiguous`` makes a copy, which work of the device is
+    #: whether ``contiguous`` makes a copy, which is work of the device
     copies: bool = False
-    #: whether it is memory that the broker lends, which is mapped for the context's device alone
+    #: whether the broker lends the memory, which is then mapped for the context's device alone
     lent: bool = False
 
     @property
@@ -81,11 +81,11 @@ class DeviceArray(msgspec.Struct, frozen=True):
 
 
 def source_of(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
-    """Describe an array. Work that makes its elements may still run; it is of this thread's current stream, or before.
+    """Describe an array. Work that makes its elements may still run: in this thread's current stream, or before that.
 
     Raises:
-        Invalid: it has no dtype, lies in another memory, or its library refuses to hand it over.
-        Unsupported: it takes numpy to read it, which is not installed.
+        Invalid: the array has no dtype, lies in another memory, or its library refuses to export it.
+        Unsupported: only numpy can read the array, and is not installed.
     """
     try:
         if _is_torch(array):
@@ -98,7 +98,7 @@ def source_of(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
 
 
 def batches(items: Iterable[T], copied: Callable[[T], int]) -> Iterator[list[T]]:
-    """Cut items into runs of which not much more than ``MAX_COPIES`` bytes are ``copied``."""
+    """Cut items into runs, each of which ends once more than ``MAX_COPIES`` bytes of it are ``copied``."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -124,7 +124,7 @@ def torch_dtypes() -> dict[str, torch.dtype]:
 
 @cache
 def torch_names() -> dict[torch.dtype, str]:
-    """Return the same the other way round."""
+    """Return the dtype of every torch dtype: the inverse of :func:`torch_dtypes`."""
     return {known: dtype for dtype, known in torch_dtypes().items()}
 
 
@@ -134,7 +134,7 @@ def _is_torch(array: object) -> bool:
 
 
 def _from_torch(tensor: torch.Tensor, context_of: ContextOf) -> HostArray | DeviceArray:
-    """Describe a tensor that is dense, and has memory."""
+    """Describe a torch tensor; raises ``BufferError`` unless it is dense and has memory."""
     import torch
 
     if tensor.is_nested:
@@ -178,7 +178,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _memory(pointer: int, nbytes: int, keeper: object) -> memoryview:
-    """Return memory at an address as bytes, which keep another object."""
+    """Return memory at an address as bytes, which keep the ``keeper`` alive."""
     block = (ctypes.c_ubyte * nbytes).from_address(pointer)
     block.keeper = keeper  # type: ignore[attr-defined]
     return PickleBuffer(block).raw()  # a memoryview of the block itself has no native format
@@ -188,7 +188,7 @@ def _memory(pointer: int, nbytes: int, keeper: object) -> memoryview:
 
 
 def _is_dlpack_alone(array: Any) -> bool:
-    """Whether numpy can take an array by no other protocol; it lacks types that DLPack has."""
+    """Whether DLPack is the only protocol of an array; numpy lacks types that DLPack has."""
     others = ("__array__", "__array_interface__", "__buffer__")
     return hasattr(array, "__dlpack__") and not any(hasattr(array, each) for each in others)
 
@@ -220,7 +220,7 @@ def _from_dlpack(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
 
 
 def _packed(array: Any, context: Context, borrowed: object) -> tuple[int, object]:
-    """Have a library make an array without gaps, on its own device. What was ``borrowed`` is kept until then."""
+    """Have a library make a copy without gaps, on its own device. ``borrowed`` is kept until then."""
     make = getattr(array, "contiguous", None)
     made = make() if make else array.copy(order="C")
     found = dlpack.borrow(made, context.copies().handle)
@@ -247,7 +247,7 @@ def _is_numpy(array: object) -> bool:
 
 
 def _from_buffer(array: Any) -> HostArray | None:
-    """Describe a buffer without gaps, of elements that pools have; None if it is none, or numpy's array."""
+    """Describe a buffer without gaps, of a type that pools have; None for a numpy array, or anything else."""
     view = None if _is_numpy(array) else _buffer(array)
     if view is None or not view.c_contiguous:
         return None
@@ -291,7 +291,7 @@ def _numpy_for(array: object) -> ModuleType:
 
 
 def _of_numpy(found: NDArray[Any], dtype: str = "", shape: tuple[int, ...] | None = None) -> HostArray:
-    """Describe an array of numpy's, which may be that of another library's bits with a dtype and shape of their own."""
+    """Describe a numpy array; ``dtype`` and ``shape`` are given if it has the bits of another library's array."""
     import numpy as np
 
     name = found.dtype.name

@@ -1,12 +1,13 @@
 """Updates: which arrays differ from an earlier version, and the layout of a version that shares memory with it.
 
-What versions share is allocations, so the layout of the next version decides how much that is:
+Versions share whole allocations, so the layout of the next version decides how much they share:
 
 - An allocation without a change is shared.
-- If at least half of its live bytes change in place, it is replaced: another one takes its number, with every tensor at
-  its offset. So a version that changes what the one before changed has that one's layout, and ``Pool.switch`` works.
+- If at least half of its live bytes change in place, it is replaced: a new allocation gets its number, with every
+  tensor at its offset. So a version that changes the same tensors as the version before has the same layout, and
+  ``Pool.switch`` works.
 - Otherwise the tensors that change move to a new allocation at the end, and their old bytes stay behind in the shared
-  one. Where less than half of an allocation is live then, its tensors are copied to a new one without holes.
+  one. If less than half of the allocation is live then, its tensors are copied to a new one without holes.
 
 A tensor of another type or shape moves in any case. An allocation without tensors is dropped.
 """
@@ -29,7 +30,7 @@ from cubroker.protocol.dtypes import nbytes as size_of
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
 
 PIECE = 16
-"""What the address of bytes that a device digests is a multiple of."""
+"""The address of bytes that a device digests must be a multiple of this."""
 
 CHUNK = 16 << 20
 """Bytes of a device's memory that are read at a time, to be compared with an array in host memory."""
@@ -38,13 +39,13 @@ CHUNK = 16 << 20
 
 
 class Change(NamedTuple):
-    """A tensor that is not as the base has it, or that the base lacks."""
+    """A tensor that differs from the base's, or that the base lacks."""
 
     dtype: str
     shape: tuple[int, ...]
-    #: The same for names of one tensor.
+    #: Equal for all names of one tensor.
     key: Hashable
-    #: Where it goes if the base lacks it: the group of an allocation.
+    #: The group of the allocation that it is put into if the base lacks it.
     group: Hashable = None
 
 
@@ -52,14 +53,14 @@ class Updated(NamedTuple):
     """The layout of an update, and where its allocations come from."""
 
     layout: Layout
-    #: For each allocation the number of the base's that it is; None: it is new.
+    #: For each allocation the number of the base's allocation that it shares; None if it is new.
     kept: tuple[int | None, ...]
     #: The group of each allocation.
     groups: tuple[Hashable, ...]
 
 
 class _Place:
-    """The bytes of one tensor of the base, and what becomes of them."""
+    """The bytes of one tensor of the base, and what the update does with them."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self.size = round_up(spec.nbytes, ALIGNMENT)
@@ -67,7 +68,7 @@ class _Place:
         self.names: list[str] = []
         #: Whether all its names change to one array of the same type and shape.
         self.rewritten = False
-        #: Names that go elsewhere.
+        #: Names whose tensors move to a new allocation.
         self.leaving: set[str] = set()
 
     @property
@@ -75,7 +76,7 @@ class _Place:
         return len(self.leaving) == len(self.names)
 
     def take(self, specs: Mapping[str, TensorSpec], changes: Mapping[str, Change]) -> None:
-        """Decide what the changes make of it."""
+        """Decide whether the changes rewrite the bytes in place, or move tensors to a new allocation."""
         given = {name: changes[name] for name in self.names if name in changes}
         alike = all((each.dtype, each.shape) == (specs[n].dtype, specs[n].shape) for n, each in given.items())
         one = len({each.key for each in given.values()}) == 1
@@ -83,7 +84,7 @@ class _Place:
         self.leaving = set() if self.rewritten else set(given)
 
     def move(self) -> None:
-        """Have what would be rewritten go elsewhere."""
+        """Move the tensors to a new allocation if they would be rewritten in place."""
         if self.rewritten:
             self.rewritten, self.leaving = False, set(self.names)
 
@@ -92,9 +93,9 @@ def updated(base: Layout, groups: Sequence[Hashable], changes: Mapping[str, Chan
     """Lay an update out.
 
     Args:
-        base: the layout of the version that it is one of.
-        groups: of each of the base's allocations; allocations of different groups share no tensors.
-        changes: what is not as the base has it, by name. Names that are left out stay.
+        base: the layout of the version that is updated.
+        groups: the group of each of the base's allocations; tensors of different groups share no allocation.
+        changes: the tensors that differ from the base's, by name. Tensors that are left out stay.
 
     Raises:
         Invalid: a limit is exceeded.
@@ -106,7 +107,7 @@ def updated(base: Layout, groups: Sequence[Hashable], changes: Mapping[str, Chan
 
 @lru_cache(maxsize=8)
 def _updated(base: Layout, groups: tuple[Hashable, ...], changed: tuple[tuple[str, Change], ...]) -> Updated:
-    """As :func:`updated`; the last few are cached, since the same tensors change again and again."""
+    """Do as :func:`updated`; cache the last few results, since the same tensors change again and again."""
     changes = dict(changed)
     specs = {spec.name: spec for spec in base.tensors}
     places: list[dict[int, _Place]] = [{} for _ in base.allocations]
@@ -141,13 +142,13 @@ class _Made:
         self.sizes: list[int] = []
         self.kept: list[int | None] = []
         self.groups: list[Hashable] = []
-        #: What moves to new allocations, by name.
+        #: The tensors that move to new allocations, by name.
         self.moved: dict[str, TensorSpec] = {}
-        #: Where the base's tensors are, by allocation and offset there.
+        #: Where the base's other tensors are now, by allocation and offset in the base.
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
-        #: The base's allocations, or what took their places, by number, and whether that has other offsets.
+        #: For each number of the base, the allocation that keeps or replaces it, and whether offsets differ there.
         self._numbers: dict[int, tuple[int, bool]] = {}
-        #: The groups of those that were dropped, by number.
+        #: The groups of the base's allocations that were dropped, by number.
         self._dropped: dict[int, Hashable] = {}
 
     def settle(self, number: int, size: int, group: Hashable, places: Sequence[_Place]) -> None:
@@ -210,7 +211,7 @@ class _Made:
                 self.sizes[number] += round_up(nbytes, ALIGNMENT)
         for number in numbers.values():
             self.sizes[number] = max(self.sizes[number], ALIGNMENT)
-        # What left them is in a new allocation of the group; tensors without elements go along.
+        # Their tensors are in a new allocation of the group; tensors without elements move there as well.
         self._numbers.update({number: (numbers[group], True) for number, group in self._dropped.items()})
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
@@ -230,16 +231,16 @@ class _Made:
 def differing(
     arrays: Mapping[str, HostArray | DeviceArray], base: Mapping[str, SharedTensor]
 ) -> dict[str, HostArray | DeviceArray]:
-    """Return the arrays that are not what the base has by the same name, or that it lacks.
+    """Return the arrays that differ from the base's tensors of the same names, or that the base lacks.
 
-    Arrays at the base's own addresses are the base's tensors. Other arrays on the device of the base's tensor are
-    compared by the device, those on another device by digest, each where it lies, and those in host memory byte by
-    byte. An array on another device whose address is no multiple of 16 counts as changed. Work of a device that was
-    submitted before is waited for.
+    An array at the address of the base's tensor is that tensor. Other arrays on its device are compared by the device,
+    those on another device by digest, each where it lies, and those in host memory byte by byte. An array on another
+    device whose address is no multiple of 16 counts as changed. This waits for work that was submitted to a device
+    before.
 
     Raises:
         DriverError: the driver refused.
-        Invalid: the base, or a source, was given back meanwhile.
+        Invalid: the base, or a source, was given back during the call.
     """
     found: dict[str, HostArray | DeviceArray] = {}
     near: dict[str, tuple[DeviceArray, SharedTensor]] = {}
@@ -280,7 +281,7 @@ def _holds(array: HostArray, tensor: SharedTensor) -> bool:
 
 
 def _unlike(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iterator[str]:
-    """Yield the names whose arrays have other bytes than their tensors."""
+    """Yield the names of arrays whose bytes differ from their tensors'."""
     for batch in batches(pairs.items(), lambda item: item[1][1].nbytes * item[1][0].copies):
         yield from _unlike_batch(dict(batch))
 
@@ -308,7 +309,7 @@ def _unlike_batch(pairs: Mapping[str, tuple[DeviceArray, SharedTensor]]) -> Iter
 
 
 def _other_digest(context: Context, start: int, tensor: SharedTensor) -> bool:
-    """Whether bytes on another device have another digest than a tensor, or an address that no device digests from."""
+    """Whether bytes on another device have another digest than a tensor, or an address that a device cannot digest."""
     if start % PIECE:
         return True
     nbytes = tensor.nbytes

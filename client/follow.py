@@ -1,9 +1,9 @@
 """Following a pool: its current version now and after every change, from one session with a broker to the next.
 
 A :class:`Follow` only waits. Its :class:`Follower` has a thread of its own, which watches the pool in one session,
-opens the next one when that is lost, and writes down which version is current. So callers wait in the same way for a
+opens another session when that one is lost, and records which version is current. So callers wait in the same way for a
 version and for a broker: for a time of their choice, until another thread closes the Follow, or in an event loop. The
-thread refers to no Follow, and ends with it.
+thread does not refer to the Follow, and ends with it.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ Pause = Callable[[float], None]
 
 
 class Told(NamedTuple):
-    """What a follower knows."""
+    """What a follower knows of the pool."""
 
-    #: Which session of the follower told it, from 1 on: versions of two sessions may be those of two brokers.
+    #: The number of the follower's session that reported it, from 1 on: two sessions may be with two brokers.
     session: int
     #: The current version; 0 if there is none, or no session.
     version: int
 
 
 class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
-    """The current version of a pool, now and after every change, also when that is another broker's.
+    """The current version of a pool, now and after every change, also that of a later broker.
 
     Iterate with ``for`` or ``async for``. Changes that come faster than they are read are seen as one, and a version
-    that is not current any more is not returned: only the last one is. While there is none, and while no broker serves,
-    the iteration waits. It ends when :meth:`close` is called, from any thread, or the :class:`Broker` is closed. A
-    Follow that is dropped is closed.
+    that is not current any more is not returned: only the last one is. While the pool has no version, or no broker
+    serves, the iteration waits. It ends when :meth:`close` is called, from any thread, or the :class:`Broker` is
+    closed. A Follow that is dropped is closed.
 
-    A broker that is started again with its store goes on with its versions, and nothing is returned twice. After
-    another session was opened (:meth:`Broker.reconnect`), the current version is returned again, even if its number is
-    the same: the next broker counts from 1 again.
+    A broker that is started again with its store keeps its versions, and no version is returned twice. After another
+    session was opened (:meth:`Broker.reconnect`), the current version is returned again, even if its number is the
+    same: the next broker counts from 1 again.
 
     Attributes:
         name: the pool.
-        timeout: seconds that each wait may take before it raises ``TimedOut``, after which the iteration may go on;
+        timeout: seconds that each wait may take before it raises ``TimedOut``, after which the iteration may continue;
             None: without limit.
     """
 
@@ -66,15 +66,15 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
         wanted: Callable[[int], bool] = bool,
         use: Callable[[int], object] | None = None,
     ) -> None:
-        """Begin to follow; returns at once.
+        """Begin to follow, without waiting.
 
         Args:
             name: the pool.
             live: returns a session that lives; it may pause until there is one.
             owners: the users whose pool counts; empty for all users.
             timeout: see above.
-            wanted: whether a version shall be returned that is current.
-            use: what is done with a version before it is returned; it may raise that the version is retired by now.
+            wanted: whether to return a version that is current.
+            use: called with a version before it is returned; it may raise that the version was retired in between.
 
         Raises:
             Unavailable: this process is short of threads or memory.
@@ -100,19 +100,19 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
         return self.next()
 
     def next(self, timeout: float | None = None) -> int:
-        """Return the current version when it is another than before.
+        """Wait until the current version is another than the one returned before, and return it.
 
         Args:
             timeout: seconds to wait; by default :attr:`timeout`. 0: return what is known already.
 
         Raises:
             StopIteration: the Follow is closed.
-            TimedOut: there was none in that time.
-            Denied: the pool's mode keeps this user from reading it; or a broker that came later admits it no more.
-            Unsupported: owners count, and a broker that came later is too old to heed that.
+            TimedOut: there was no such version in that time.
+            Denied: the pool's mode keeps this user from reading it; or a later broker does not admit this user.
+            Unsupported: owners count, and a later broker is too old to check them.
             OverQuota: this session, or this user, watches as many pools as it may.
             Unavailable: this process cannot open a session, or the pool whose newer versions are followed is lost.
-            CubrokerError: as :meth:`Pool.switch`, where the pool is switched; the next call tries again.
+            CubrokerError: as :meth:`Pool.switch`, if the pool is switched; the next call tries again.
         """
         self._owner.check()
         limit = time_limit(self.timeout if timeout is None else timeout)
@@ -129,10 +129,10 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
         return self
 
     async def __anext__(self) -> int:
-        """As :meth:`next`, in an event loop; a task that is cancelled leaves nothing behind.
+        """Do as :meth:`next`, in an event loop; a task that is cancelled leaves nothing behind.
 
-        A pool is switched in a thread. A task that is cancelled meanwhile ends when the switch has, and the version is
-        returned by the next call.
+        A pool is switched in a thread. A task that is cancelled during the switch ends after it, and the next call
+        returns the version.
         """
         self._owner.check()
         limit = time_limit(self.timeout)
@@ -146,14 +146,14 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """End the iteration in all threads and tasks. Returns at once: the follower's thread ends by itself."""
+        """End the iteration in all threads and tasks, without waiting for the follower's thread."""
         self._owner.check()
         self._closed = True
         self._follower.end()
 
     @contextmanager
     def _taken(self) -> Iterator[int]:
-        """Take what :meth:`_take` returns; if the block fails, it is there to be taken again."""
+        """Yield what :meth:`_take` returns; if the block fails, the version can be taken again."""
         try:
             yield self._take()
         except BaseException:
@@ -161,9 +161,9 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
             raise
 
     def _used(self, version: int) -> bool:
-        """Use a version that was taken; returns whether it was still there, and this is not closed.
+        """Use a version that was taken; return whether it still existed, and this is not closed.
 
-        Threads use versions one after the other, and none that another thread has overtaken.
+        Threads use versions one after the other, and skip a version if another thread has taken a later one.
         """
         if not self._use:
             return True
@@ -181,7 +181,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
         return True
 
     def _take(self) -> int:
-        """Return the current version if it was not returned yet and is wanted, else 0; or raise what ended all."""
+        """Return the current version if it was not returned yet and is wanted, else 0; raise the thread's error."""
         with self._looking:
             self._follower.news.check()
             told = self._follower.told
@@ -202,7 +202,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
 
 
 async def _to_its_end(call: Callable[[], bool]) -> bool:
-    """Return what a call in a thread does; a task that is cancelled meanwhile ends when the call has."""
+    """Return the result of a call in a thread; a task that is cancelled during the call ends after it."""
     import asyncio
 
     thread = asyncio.ensure_future(asyncio.to_thread(call))
@@ -212,34 +212,35 @@ async def _to_its_end(call: Callable[[], bool]) -> bool:
         while not thread.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((thread,))
-        thread.exception()  # else asyncio reports that it was never looked at
+        thread.exception()  # else asyncio reports that the exception was never retrieved
         raise
 
 
 class Follower:
     """The thread of a :class:`Follow`, and what it has found out.
 
-    All that happens is an event in its inbox: a session's notices and replies, each with its :class:`Ear`, and the end.
-    The death of the Follow is a call into C, as for the cleanup thread (:mod:`.cleanup_thread`).
+    Everything that happens is an event in its inbox: a session's notices and replies, each with its :class:`Ear`, and
+    the end. The death of the Follow puts the end there by one call into C, as for the cleanup thread
+    (:mod:`.cleanup_thread`).
     """
 
     def __init__(self, name: str, live: Callable[[Pause], ClientSession], owners: tuple[int, ...]) -> None:
         self.told = Told(0, 0)
         #: Why no version can come now.
         self.missing = ""
-        #: Is told of every change of these two, and of the error that ends the thread.
+        #: Reports every change of these two, and the error that ends the thread.
         self.news = News()
         self._name = name
         self._live = live
         self._owners = owners
         self._inbox: SimpleQueue[object] = SimpleQueue()
-        #: Made before it is needed: there may be no memory then.
+        #: Made in advance: there may be no memory when it is needed.
         self._failure = Unavailable(
             f"the thread that follows pool {name!r} has failed, as its traceback says; follow the pool again"
         )
 
     def start(self, follow: Follow) -> None:
-        """Start the thread, which ends with ``follow``; raises ``Unavailable`` where it has no room to run in."""
+        """Start the thread, which ends with ``follow``; raises ``Unavailable`` if there is no room for a thread."""
         thread = Thread(target=self._run, name="cubroker-follow", daemon=True)
         self._guard = ref(follow, self._inbox.put)
         try:
@@ -250,7 +251,7 @@ class Follower:
             raise Unavailable(f"no thread to follow pool {self._name!r}: {shortage(error)}") from error
 
     def end(self) -> None:
-        """End the thread, and wake all who wait."""
+        """End the thread, and wake all callers that wait."""
         self._inbox.put(None)
         self.news.stir()
 
@@ -258,19 +259,19 @@ class Follower:
         try:
             while True:
                 if not self._listen(self._live(self._pause)):
-                    self._pause(LAST_PAUSE)  # the broker took a session, and no request: it may do so again and again
+                    self._pause(LAST_PAUSE)  # the broker opened a session and answered nothing; it may do so each time
         except _Ended:
             pass
         except CubrokerError as error:
             self.news.fail(error)
         except BaseException:
-            self.news.fail(self._failure)  # else all who iterate would wait for ever
+            self.news.fail(self._failure)  # else all callers would wait for ever
             raise
 
     def _listen(self, session: ClientSession) -> bool:
-        """Note what a session hears of the pool until it is lost; returns whether it has heard anything.
+        """Note what a session reports of the pool until it is lost; return whether it has reported anything.
 
-        Where owners count, each change takes a question, and an answer that was overtaken by a change does not count.
+        If owners count, each change causes a request, and an answer that came after a further change does not count.
         """
         if self._owners and session.version < FINDS:
             raise Unsupported(f"follow {self._name!r} of a certain owner: the broker is too old; upgrade it")
@@ -304,7 +305,7 @@ class Follower:
         self.news.stir()
 
     def _next(self, ear: Ear) -> object:
-        """Return what the ear hears next."""
+        """Return the next event of this ear; raise ``_Ended`` at the end."""
         while True:
             match self._inbox.get():
                 case (Ear() as source, event):
@@ -314,18 +315,18 @@ class Follower:
                     raise _Ended
 
     def _pause(self, seconds: float) -> None:
-        """Wait for so long, unless the end comes."""
+        """Wait for so many seconds; raise ``_Ended`` if the end comes first."""
         deadline = time.monotonic() + seconds
         try:
             while isinstance(self._inbox.get(timeout=max(0.0, deadline - time.monotonic())), tuple):
-                pass  # of a session that was lost
+                pass  # an event of a session that was lost
         except Empty:
             return
         raise _Ended
 
 
 class Ear:
-    """What hears of a pool in one session, for a follower."""
+    """A watcher of a pool in one session, which puts what it is told into a follower's inbox."""
 
     def __init__(self, name: str, inbox: SimpleQueue[object]) -> None:
         self.name = name
@@ -340,7 +341,7 @@ class Ear:
         self._inbox.put((self, error))
 
     def settle(self, answer: Reply | CubrokerError) -> None:
-        """Take the answer to a request."""
+        """Put the answer to a request into the inbox."""
         self._inbox.put((self, answer))
 
 

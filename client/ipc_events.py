@@ -1,10 +1,10 @@
-"""Events on pools whose readers may write: one process says when bytes are ready, others wait on their streams.
+"""Events on pools whose readers may write: one process records when bytes are ready, others wait on their streams.
 
 An :class:`EventHandle` is one event in this process, from its making or opening to its end, through any interrupt of
-its caller. Its way, and the thread of each step: ``obtain`` (the caller's), ``begin`` (the cleanup thread),
-``_shared`` (the connection's, of an event that this process makes), ``_hand_over`` (the cleanup thread); then the
-caller has an :class:`EventRef`. With the last reference to that come ``_end`` and, once the broker has told all who
-wait, ``_destroy`` (the cleanup thread). As with leases, no frame of the caller owns an event at any time.
+its caller. Its steps, and the thread of each: ``obtain`` (the caller's), ``begin`` (the cleanup thread), ``_shared``
+(the connection's, for an event that this process makes), ``_hand_over`` (the cleanup thread); then the caller has an
+:class:`EventRef`. After the last reference to that, the cleanup thread calls ``_end`` and, once the broker has told all
+waiting processes, ``_destroy``. As with leases, no frame of the caller owns an event at any time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
 
 SOON, LATE = 20e-6, 1e-3
-"""Seconds between two looks at an event that a thread waits for: the first, and at most."""
+"""Seconds between two queries of an event that a thread waits for: at first, and at most."""
 
 
 class EventRef:
@@ -57,7 +57,7 @@ class EventRef:
 
     def __init__(self, event: Event, number: int) -> None:
         self.event = event
-        self.number = number  # the broker's for it
+        self.number = number  # the broker's number of the event
 
 
 class EventHandle(Resource[EventRef]):
@@ -88,7 +88,7 @@ class EventHandle(Resource[EventRef]):
 
     @abstractmethod
     def _open(self) -> None:
-        """Get the driver's event, and see to it that it is handed over."""
+        """Make or open the driver's event, and have it handed over."""
 
     def _hand_over(self) -> None:
         assert self._event is not None
@@ -99,7 +99,7 @@ class EventHandle(Resource[EventRef]):
         self._session.cleanup.put(self._end)
 
     def _end(self) -> None:
-        """Close it; an event of this process only after the broker has told all who wait."""
+        """Close the event; one that this process made only after the broker has told all waiting processes."""
         self._destroy()
 
     def _destroy(self) -> None:
@@ -164,7 +164,7 @@ class OpenedEvent(EventHandle):
 
 
 class EventPool(Protocol):
-    """A pool as its events know it: a :class:`Pool`."""
+    """What events use of a :class:`Pool`."""
 
     name: str
 
@@ -197,14 +197,14 @@ class EventPool(Protocol):
 class SharedEvent(NotPicklable, Closeable):
     """A place in a stream of the process that made it, for which streams of others wait. See :meth:`Pool.event`.
 
-    Its maker records it, again and again; each time counts, and is a *generation*: 1, 2, 3 …. Every method may be
-    called from any thread.
+    Its maker records it again and again; each record is a *generation*: 1, 2, 3 …. Every method may be called from any
+    thread.
 
     Attributes:
         name: its name on the pool's version.
-        pool: the pool here; it stays open for as long as this object lives, unless it is closed.
-        device: whose work it marks.
-        mine: whether this process made it, and so records it.
+        pool: the pool in this process; it stays open for as long as this object lives, unless it is closed.
+        device: the device whose work the event marks.
+        mine: whether this process made the event, and so records it.
     """
 
     def __init__(
@@ -216,13 +216,13 @@ class SharedEvent(NotPicklable, Closeable):
         self.device = device
         self.mine = isinstance(handle, OwnedEvent)
         self._number = ref.number
-        self._version = pool.version  # which the pool may leave for another
+        self._version = pool.version  # the pool may switch to another version
         self._handle = handle
         self._session = session
         self._owner = session.owner
         self._waits = BlockingRequests(session)
         self._seen = 0
-        self._recording = RLock()  # so that generations are told in the order in which they were recorded
+        self._recording = RLock()  # so that the broker is told of generations in the order of their records
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "mine" if self.mine else "opened"
@@ -235,18 +235,19 @@ class SharedEvent(NotPicklable, Closeable):
 
     @blocking
     def record(self, stream: Stream | int = 0) -> Steps[int]:
-        """Mark all work that was started in a stream so far as the next generation; returns its number.
+        """Record the event in a stream: all work submitted there so far is the next generation; return its number.
 
-        Waiting processes go on when that work is done.
+        Waiting processes continue when that work is done.
 
         Args:
-            stream: of the context of ``device``; or a CUDA stream's handle, as ``torch.cuda.Stream.cuda_stream`` is
-                one. By default the default stream, which is right after synchronous copies.
+            stream: a stream of the context of ``device``, or a CUDA stream's handle, such as
+                ``torch.cuda.Stream.cuda_stream``. By default the default stream, which is right after synchronous
+                copies.
 
         Raises:
-            Invalid: another process made it, or it is closed.
+            Invalid: another process made the event, or it is closed.
             DeviceFailure: the driver refused.
-            Unavailable, TimedOut: the broker is gone or silent, so that no process may have heard of it.
+            Unavailable, TimedOut: the broker is gone or does not answer, so that perhaps no process was told.
         """
         self._owner.check()
         if not self.mine:
@@ -261,21 +262,21 @@ class SharedEvent(NotPicklable, Closeable):
     def wait(
         self, stream: Stream | int | None = None, *, after: int | None = None, timeout: float = 60.0
     ) -> Steps[int]:
-        """Wait for a generation to be recorded, then have a stream wait for the work before it; returns its number.
+        """Wait for a generation to be recorded, then have a stream wait for the work before it; return its number.
 
-        It is the newest one: where several were recorded meanwhile, all but the last were missed.
+        It is the newest generation: if several were recorded since the last wait, all but the last are skipped.
 
         Args:
-            stream: of any device that reaches ``device``, or a CUDA stream's handle; later work in it waits. None: this
-                thread waits until the work is done.
-            after: the generation wanted is a later one than this; by default than what this object waited for last.
-            timeout: seconds to wait for the record; without a ``stream``, for the work too.
+            stream: a stream of any device that reaches ``device``, or a CUDA stream's handle; later work in it waits.
+                None: this thread waits until the work is done.
+            after: a generation; wait for a later one. By default the one that this object waited for last.
+            timeout: seconds to wait for the record; without a ``stream``, for the work, too.
 
         Raises:
-            TimedOut: it was not recorded, or the work not done, in that time; its maker may be stopped.
-            Unavailable: its maker closed it, gave its lease back, or has ended, and what was recorded; or this object
-                was closed, or the broker is gone.
-            Invalid: it is closed, or a number makes no sense.
+            TimedOut: no generation was recorded, or its work not done, in that time; the maker may be stopped.
+            Unavailable: the maker closed the event, gave its lease back, or has ended, and the record with it; or this
+                object was closed during the wait, or the broker is gone.
+            Invalid: the event is closed, or a number is out of range.
             DeviceFailure: the driver refused.
         """
         self._owner.check()
@@ -296,19 +297,19 @@ class SharedEvent(NotPicklable, Closeable):
 
     @blocking
     def close(self) -> Steps[None]:
-        """Give it back; an event of this process's own ends for all processes, and those that wait are told.
+        """Close the event. If this process made it, it ends for all processes, and waiting processes get an error.
 
-        Streams that wait go on waiting for what was recorded. Consumers had better be done with the last generation
-        before its maker closes it: the driver promises nothing about what they do with it afterwards.
+        Streams that wait continue to wait for the recorded work. Consumers should be done with the last generation
+        before the maker closes the event: the driver does not define what uses of it do afterwards.
 
         Raises:
-            TimedOut: it is closed here, but the broker has not yet confirmed that.
+            TimedOut: the event is closed here, but the broker has not yet confirmed that.
         """
         if self.let_go():
             yield from self._handle.confirm()
 
     def let_go(self) -> bool:
-        """Begin to close it, without waiting; returns whether its end is under way."""
+        """Begin to close the event, without waiting; return whether its end is under way."""
         self._owner.check()
         closed = self.closed
         self._ref = None
@@ -324,7 +325,7 @@ class SharedEvent(NotPicklable, Closeable):
         return Invalid(f"{self._label} is closed in this process; make or open it again")
 
     def _finish(self, generation: int, deadline: float) -> Steps[None]:
-        """Wait until the work is done: by looking, since the driver's own wait ends for no signal and no time limit."""
+        """Wait until the work is done, by polling: the driver's own wait heeds neither signals nor time limits."""
         pause, never = SOON, Future[None]()
         while not self._use(Event.done, "waiting for"):
             if time.monotonic() > deadline:
@@ -334,7 +335,7 @@ class SharedEvent(NotPicklable, Closeable):
 
     def _use(self, call: Callable[[Event], T], doing: str) -> T:
         ref = self._ref
-        if ref is None or self._handle.ending:  # which the collector makes it before it calls finalizers
+        if ref is None or self._handle.ending:  # the garbage collector clears weak references before finalizers run
             raise self._closed()
         try:
             return call(ref.event)
@@ -345,7 +346,7 @@ class SharedEvent(NotPicklable, Closeable):
 
 
 class BlockingRequests:
-    """Requests of one object that wait at the broker while a thread waits here; the end of the object ends them."""
+    """Requests of one object for which a thread waits, and which the broker may delay; they end with the object."""
 
     def __init__(self, session: ClientSession) -> None:
         self._session = session
@@ -353,14 +354,14 @@ class BlockingRequests:
         self._over: CubrokerError | None = None
 
     def ask(self, body: OpenEvent | AwaitEvent, kind: type[R]) -> Steps[R]:
-        """Send a request and wait for its answer, a ``kind``. If the caller gives up, the broker is told."""
+        """Send a request and wait for its answer, a ``kind``. If the caller gives up, tell the broker."""
         self._session.owner.check()
         self._session.check_open()
         future: Future[Reply] = Future()
         pending = Pending(future.settle)
         try:
             self._under_way[pending] = future
-            if self._over:  # looked at last: `give_up` either sees the request, or is seen here
+            if self._over:  # read last: either `give_up` sees the request, or this line sees `give_up`
                 raise self._over.anew()
             self._session.requests.post(body, pending)
             return expect((yield from self._session.wait(future, type(body).__name__, body.wait)), kind)
@@ -372,7 +373,7 @@ class BlockingRequests:
             self._under_way.pop(pending, None)
 
     def give_up(self, reason: CubrokerError, *, for_good: bool) -> None:
-        """Have every thread that waits raise ``reason``; ``for_good``: every later one too."""
+        """Have every waiting caller raise ``reason``; ``for_good``: every later caller, too."""
         if for_good:
             self._over = reason
         for future in tuple(self._under_way.values()):
@@ -406,7 +407,7 @@ class Events:
         return (yield from self._keep(pool, lease, handle, name, device))
 
     def close(self, reason: CubrokerError) -> None:
-        """Close all of them, without waiting for the end; threads that wait to open one get the ``reason``."""
+        """Close all events, without waiting for their end; callers that wait to open one get the ``reason``."""
         self._opening.give_up(reason, for_good=False)
         for event in self._open:
             event.let_go()
@@ -414,7 +415,7 @@ class Events:
     def _keep(self, pool: EventPool, lease: int, handle: EventHandle, name: str, device: Device) -> Steps[SharedEvent]:
         event = SharedEvent((yield from handle.obtain()), handle, pool, self._session, name, device)
         self._open.add(event)
-        # By another thread, meanwhile:
+        # Another thread may have closed the pool, put it to sleep or switched it during the wait.
         if (pool.closed or pool.asleep or pool.lease != lease) and event.let_go():
             yield from handle.confirm()
         return event

@@ -1,9 +1,9 @@
-"""Publishing from arrays: sources, their layout, and their way into a draft.
+"""Publishing from arrays: describe the sources, lay them out, and copy them into a draft.
 
-Arrays on a GPU are copied from device to device, after all work of their device that was submitted before; those in
-host memory go the way of a checkpoint's bytes, as if each array were a file. Arrays that are one tensor by several
-names, as tied parameters are, are stored once. Nothing is copied before the draft is there, and arrays with gaps are
-made contiguous one by one, so that no second copy of a model is needed beside the draft.
+Arrays on a GPU are copied from device to device, after all work that was submitted to their device before. Arrays in
+host memory are copied like the bytes of a checkpoint, as if each array were a file. An array with several names, such
+as a tied parameter, is stored once. Nothing is copied before the draft exists, and arrays with gaps are made contiguous
+one by one, so that no second copy of a model is needed in addition to the draft.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _Near = tuple[DeviceArray, TensorSpec, int]
 
 
 class _Group:
-    """Arrays without gaps that a device has, and that go into one allocation.
+    """Arrays without gaps on one device, which are copied into one allocation.
 
-    Their addresses are asked for in advance, but for those of memory that the broker lends: to hold that keeps its pool
-    from being switched, put to sleep or sealed, which a publication that waits for room may not do.
+    Their addresses are found in advance, except those of memory that the broker lends: a hold on such memory keeps its
+    pool from being switched, put to sleep or sealed, and a publication that waits for room must not do that.
     """
 
     def __init__(self, *, lent: bool) -> None:
@@ -51,14 +51,14 @@ class _Group:
         self._segments: list[Segment] | None = None if lent else []
 
     def add(self, placed: _Placed, array: DeviceArray) -> None:
-        """Take one more array."""
+        """Add an array."""
         self.members.append(placed)
         self._arrays.append(array)
         if self._segments is not None:
             self._segments.append((placed[1].offset, array.contiguous()[0], placed[2]))
 
     def segments(self, kept: list[object]) -> list[Segment]:
-        """Return where in the allocation each goes, its address, and its bytes; ``kept`` gets what keeps them there."""
+        """Return each array's offset in the allocation, address and bytes; add what keeps the arrays to ``kept``."""
         if self._segments is not None:
             return self._segments
         found: list[Segment] = []
@@ -71,11 +71,11 @@ class _Group:
 
 
 class _Ways(NamedTuple):
-    """How arrays can get to their places in a layout."""
+    """How arrays can be copied to their places in a layout."""
 
-    #: By context, whether they are lent, and allocation.
+    #: Arrays without gaps on devices: by context, whether they are lent, and allocation.
     groups: Mapping[tuple[Context, bool, int], _Group]
-    #: All others.
+    #: All other arrays.
     rest: Sequence[_Placed]
 
 
@@ -89,7 +89,7 @@ class Sources:
 
     @classmethod
     def of(cls, source: object, driver: Driver) -> Self:
-        """Describe what is to be published; arguments and errors are those of :func:`~.draft.describe`."""
+        """Describe the arrays to be published; arguments and errors are those of :func:`~.draft.describe`."""
         return cls(driver, describe(source, driver))
 
     def placed(
@@ -121,8 +121,8 @@ class Sources:
         """Lay the arrays out.
 
         Args:
-            plan: the device of each, by UUID, if not all are on all devices.
-            tie: whether names of one tensor are stored once, on each device.
+            plan: the device of each array, by UUID, if not all are on all devices.
+            tie: whether an array with several names is stored once, on each device.
 
         Raises:
             Invalid: as :meth:`Layout.pack`.
@@ -139,18 +139,18 @@ class Sources:
         return _packed(tensors, groups, tuple(tied.items()))
 
     def update(self, base: Pool, homes: Sequence[str], devices: Sequence[str]) -> tuple[Updated, Self]:
-        """Compare the arrays with an earlier version, and lay out one that shares with it what is not changed.
+        """Compare the arrays with an earlier version, and lay out a version that shares its unchanged memory.
 
         Args:
-            base: the earlier version, all its tensors.
+            base: the earlier version, with all its tensors.
             homes: the device of each of its allocations, by UUID, if it is sharded.
             devices: its devices.
 
         Returns:
-            The layout, and what is to be copied into its new allocations.
+            The layout, and the sources of its new allocations.
 
         Raises:
-            Invalid: a limit is exceeded, or the base was given back meanwhile.
+            Invalid: a limit is exceeded, or the base was given back during the call.
             OutOfMemory, DeviceFailure: the driver refused.
         """
         try:
@@ -175,7 +175,7 @@ class Sources:
     def prepare(self, layout: Layout) -> None:
         """Group the arrays by the allocations of a layout, and find their addresses, for :meth:`fill`.
 
-        That needs no draft yet. A publication that does not call it has :meth:`fill` do it.
+        That needs no draft yet. :meth:`fill` does it if this was not called.
         """
         specs = {spec.name: spec for spec in layout.tensors}
         groups: dict[tuple[Context, bool, int], _Group] = {}
@@ -197,10 +197,10 @@ class Sources:
         self._ways = _Ways(groups, rest)
 
     def fill(self, draft: Draft) -> None:
-        """Copy the arrays to their places in a draft, on all its devices; all is there when this returns.
+        """Copy the arrays to their places in a draft, on all its devices; every copy is done when this returns.
 
         Raises:
-            Invalid: a source was given back meanwhile.
+            Invalid: a source was given back during the call.
             Unavailable: threads have run out.
             OutOfMemory, DeviceFailure: the driver refused.
         """
@@ -240,7 +240,7 @@ class Sources:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
 
     def _reach(self, targets: Iterable[Target], home: Context, lent: bool, allocation: int) -> bool:
-        """Whether all devices that get an array from here, and not from another replica, read it where it is."""
+        """Whether all devices that copy an array, and not another replica, can read it where it is."""
         return all(
             target.context is home
             or (not lent and self._driver.peers.can_access(target.context.device.index, home.device.index))
@@ -254,11 +254,11 @@ def base_version(name: str, base: object, directory: Path) -> int | None:
 
     Args:
         name: the pool.
-        base: what the caller gave for it.
-        directory: of the broker that the update goes to, which may know another version by a pool's number.
+        base: the argument of the caller.
+        directory: the directory of the broker that gets the update, which may use a pool's number for another version.
 
     Raises:
-        Invalid: it is no published version of the pool, or none that this broker is certain to know by its number.
+        Invalid: it is not a published version of the pool, or this broker may know another version by its number.
     """
     if isinstance(base, Pool) and base.name == name and base.sealed:
         there, why = base._session.directory, ""
@@ -288,13 +288,13 @@ def _packed(
     groups: tuple[str, ...] | None,
     tied: tuple[tuple[str, str], ...],
 ) -> Layout:
-    """As :meth:`Layout.pack`; the last few layouts are cached, since the same model is published again and again."""
+    """Do as :meth:`Layout.pack`; cache the last few layouts, since the same model is published again and again."""
     named = None if groups is None else {name: group for (name, _, _), group in zip(tensors, groups, strict=True)}
     return Layout.pack(tensors, groups=named, tied=dict(tied))
 
 
 def _home(array: HostArray | DeviceArray, devices: Sequence[str]) -> str:
-    """Return the device of an array that the base lacks, if that has it; else the base's first one."""
+    """Return the device for an array that the base lacks: its own, if that is one of ``devices``, else the first."""
     uuid = array.context.device.uuid if isinstance(array, DeviceArray) else ""
     return uuid if uuid in devices else devices[0]
 
@@ -308,10 +308,10 @@ def _copy_on_devices(
     """Copy arrays to their places on all targets, from device to device.
 
     Args:
-        driver: of all devices.
-        ready: arrays without gaps, the context that they are in, and the allocation that they go into.
+        driver: the driver of all devices.
+        ready: arrays without gaps: their context, the allocation that they are copied into, and the arrays.
         near: arrays that have to be made contiguous.
-        targets: the devices that they go to.
+        targets: the memory that they are copied to.
     """
     kept: list[object] = []
     with ExitStack() as undo:
@@ -345,10 +345,10 @@ def _copy_on_devices(
 
 
 def _start(target: Target, stream: Stream, home: Context, allocation: int, segments: Sequence[Segment]) -> None:
-    """Start the copies of segments to places in an allocation, if a target has that.
+    """Enqueue the copies of segments to places in an allocation, if a target has that allocation.
 
-    A kernel copies what lies on the target's own device. What is on another one may be memory that kernels do not reach
-    and copies do, and a kernel's fault would cost the context.
+    A kernel copies segments on the target's own device. Memory on another device may be accessible to copies but not to
+    kernels, and a fault of a kernel would ruin the context.
     """
     start = target.pointers[allocation]
     if start is None:
@@ -362,18 +362,18 @@ def _start(target: Target, stream: Stream, home: Context, allocation: int, segme
 
 
 def _enable_peers(driver: Driver, undo: ExitStack, targets: Sequence[Target], sources: Iterable[Context]) -> None:
-    """Give devices direct access to the memory of other ones; without it the driver copies through host memory."""
+    """Give devices direct access to the memory of others; without it the driver copies through host memory."""
     for target in targets:
         for source in sources:
             peer = source.device.index
             if source is not target.context and driver.peers.can_access(target.context.device.index, peer):
-                with suppress(DriverError):  # it can have no more peers
+                with suppress(DriverError):  # the device can have no more peers
                     driver.peers.enable(target.context, peer)
                     undo.callback(driver.peers.disable, target.context, peer)
 
 
 class _ArrayFile:
-    """An array that threads read like a file. A copy without gaps is made for the first, and dropped after the last."""
+    """An array that threads read like a file. The first read makes a copy without gaps, and the last one drops it."""
 
     descriptor = None
 
@@ -397,7 +397,7 @@ class _ArrayFile:
 
 
 def _reader(array: HostArray | DeviceArray) -> Callable[[int, memoryview], None]:
-    """Return a function that copies an array's bytes, from one on, to a buffer in host memory."""
+    """Return a function that copies an array's bytes, from an offset on, to a buffer in host memory."""
     if isinstance(array, HostArray):
         data = array.contiguous().cast("B")
 
