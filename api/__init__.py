@@ -7,7 +7,7 @@ This is the root of the package, and the short way to its public names::
     with Broker() as broker, broker.attach("llama") as pool:
         ...
 
-A name is imported with its first use, so that ``import cubroker`` loads neither ZeroMQ nor CUDA nor numpy. The packages
+A name is imported at its first use, so that ``import cubroker`` loads neither ZeroMQ nor CUDA nor numpy. The packages
 below: ``protocol`` and ``driver`` (which import nothing else of ours), ``server`` and ``client`` (which never import
 each other), ``integrations`` (on ``client`` alone) and ``cli`` (which may import everything).
 """
@@ -84,7 +84,7 @@ sys.meta_path.append(RenamedModules())
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name with its first use."""
+    """Import a public name at its first use."""
     if name == "__version__":
         from importlib.metadata import version
 

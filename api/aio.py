@@ -7,15 +7,15 @@
     async with Broker() as broker, await broker.attach("llama", wait=60) as pool:
         ...
 
-Every method does what the method of that name of the blocking class does, with the same arguments and errors: it goes
-through the same steps (:mod:`cubroker.client.transport.requests`). Where the blocking class is for ``with`` or ``for``,
-this one is for ``async with`` or ``async for``. The session below has its two threads as ever, and no call that waits
-has a thread of its own. Cancelling an ``await`` gives the request up: the broker stops waiting, and a lease that comes
-all the same goes back.
+Every method does what the method of that name of the blocking class does, with the same arguments and errors: it runs
+the same steps (:mod:`cubroker.client.transport.requests`). A blocking class that supports ``with`` or ``for`` has a
+class here that supports ``async with`` or ``async for``. The underlying session has its two threads, and a call that
+waits has no thread of its own. Cancelling an ``await`` abandons the request: the broker stops waiting, and a lease that
+arrives nevertheless is given back.
 
-One object serves any number of tasks, and loops in several threads. Work with the devices that no other thread does
-runs in a thread of the loop: connecting, the first use of a device, and the digests of a check. Such a thread goes on
-when its ``await`` is cancelled, and what it brings is closed.
+One object serves any number of tasks, and loops in several threads. Work with the devices that the session's threads do
+not do runs in a thread of the loop: connecting, the first use of a device, and the digests of a check. Such a thread
+continues when its ``await`` is cancelled, and its result is closed.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "SharedEvent", "Watch
 
 
 async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do what a method does that :func:`~cubroker.client.transport.requests.blocking` made."""
+    """Run the steps of a method that :func:`~cubroker.client.transport.requests.blocking` made; return the result."""
     steps = cast("Callable[P, Steps[T]]", unwrap(method))
     return await run_in_loop(steps(*args, **kwargs))
 
 
 def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return the method that awaits what ``method`` does of the object below, by its ``blocking``."""
+    """Return a coroutine method that runs the steps of ``method`` on the underlying object, ``blocking``."""
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -69,7 +69,7 @@ def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
 def awaited_as(
     kind: Callable[[T], U], method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, U]]:
-    """As :func:`as_awaited`, for a method whose result has a ``kind`` in this module."""
+    """Do as :func:`as_awaited`, and wrap the method's result in ``kind``, a class of this module."""
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> U:
@@ -79,7 +79,7 @@ def awaited_as(
 
 
 def as_it_is(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Return the method that calls ``method`` of the object below, which waits for nothing."""
+    """Return a method that calls ``method`` on the underlying object, which waits for nothing."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -89,7 +89,7 @@ def as_it_is(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[A
 
 
 def shown(name: str) -> Any:
-    """Return a property that is the attribute of that name of the object below."""
+    """Return a property for the attribute of that name of the underlying object."""
     return property(attrgetter(f"blocking.{name}"), doc=f"See the attribute {name} of the blocking class.")
 
 
@@ -105,10 +105,10 @@ def typed_as(
 
 
 class Below(Generic[B]):
-    """What is on an object with methods that block, and closed at the end of ``async with``.
+    """A wrapper of an object whose methods block; the end of ``async with`` closes that object.
 
     Attributes:
-        blocking: the object below, for code that takes one.
+        blocking: the underlying object, for code that takes one.
     """
 
     def __init__(self, below: B) -> None:
@@ -124,7 +124,7 @@ class Below(Generic[B]):
         return repr(self.blocking)
 
     async def close(self) -> None:
-        """Close the object below. Once begun, it happens, even if this is cancelled."""
+        """Close the underlying object. Once begun, the close completes, even if this is cancelled."""
         raise NotImplementedError
 
 
@@ -174,7 +174,7 @@ class Watch(Below[notices.Watch], AsyncIterator[int | None]):
 class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
     """The tensors of one version, by name; see :class:`cubroker.Pool`.
 
-    ``blocking`` is for code that takes a pool: ``state_dict(pool.blocking)``. What is not here is there.
+    ``blocking`` is for code that takes a pool: ``state_dict(pool.blocking)``. It has all that this class lacks.
     """
 
     __eq__ = object.__eq__
@@ -205,7 +205,7 @@ class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
     sleep = as_awaited(pool.Pool.sleep)
 
     async def wake(self, wait: float = 0.0) -> None:
-        """See :meth:`cubroker.Pool.wake`. Where two tasks wake it at once, each asks for a lease, and one goes back."""
+        """See :meth:`cubroker.Pool.wake`. If two tasks wake it together, each gets a lease, and one is given back."""
         await run_in_loop(self.blocking.waking(wait))
 
     async def switch(self, version: int | None = None, wait: float = 0.0) -> int:
@@ -215,7 +215,7 @@ class Pool(Below[pool.Pool], Mapping[str, SharedTensor]):
             return await run_in_loop(self.blocking.switching(request, version, wait))
         except BaseException:
             while True:
-                with suppress(asyncio.CancelledError):  # cancelled again: what is mapped meanwhile would still be used
+                with suppress(asyncio.CancelledError):  # cancelled again: the caller must not use the memory yet
                     await run_in_loop(request.settle())
                     break
             raise
@@ -244,10 +244,10 @@ class Draft(Pool):
     async def seal(
         self, *, layout: Layout | None = None, digest: bool | messages.Digests = False, in_place: bool = False
     ) -> int:
-        """See :meth:`cubroker.Draft.seal`. Once begun, it happens, even if this is cancelled.
+        """See :meth:`cubroker.Draft.seal`. Once begun, the seal completes, even if this is cancelled.
 
-        With another ``layout`` it begins when the broker has that: cancelled before, the draft stays open. A seal
-        ``in_place`` is made in a thread of the loop.
+        With another ``layout`` the seal begins when the broker has that layout: if this is cancelled before, the draft
+        stays open. A seal ``in_place`` is made in a thread of the loop.
         """
         if in_place:
             return await asyncio.to_thread(self.blocking.seal, layout=layout, digest=digest, in_place=True)
@@ -281,7 +281,7 @@ class Broker:
         self._used: set[tuple[int, str]] = set()
 
     async def connect(self) -> Self:
-        """Open the session and load the driver; raises as :class:`cubroker.Broker` does. Once more: do nothing."""
+        """Open the session and load the driver, if not connected yet; raises as :class:`cubroker.Broker` does."""
         if self._broker is None:
             connected = await _until_served(self._connect, self._wait)
             if self._broker is None:  # else another task was faster
@@ -299,10 +299,10 @@ class Broker:
 
     @property
     def blocking(self) -> BlockingBroker:
-        """The Broker below, for code that takes one and runs in a thread; it has the same session and pools.
+        """The underlying Broker, for code that takes one and runs in a thread; it has the same session and pools.
 
         Raises:
-            Unavailable: it is not connected yet.
+            Unavailable: this Broker is not connected yet.
         """
         if self._broker is None:
             raise Unavailable("this Broker is not connected yet; use `async with`, or await connect()")
@@ -330,7 +330,7 @@ class Broker:
         uuids = await self._use(devices)
         while options.get("version") is None and self.lost:
             await self.reconnect()
-            uuids = await self._use(devices)  # which takes time
+            uuids = await self._use(devices)  # takes time, in which the session may be lost again
         options["device"] = uuids[0] if uuids else None
         return Pool(await run_in_loop(self.blocking.attaching(name, **options)))
 
@@ -366,7 +366,7 @@ class Broker:
     ) -> int:
         """See :meth:`cubroker.Broker.publish`. A thread of the loop waits for its turn and copies the arrays.
 
-        If this is cancelled, the thread goes on, and the version may be published.
+        If this is cancelled, the thread continues, and the version may be published.
         """
         return await asyncio.to_thread(
             self.blocking.publish,
@@ -404,9 +404,9 @@ class Broker:
     drain = as_awaited(BlockingBroker.drain)
 
     async def close(self) -> None:
-        """See :meth:`cubroker.Broker.close`. What other tasks wait for raises ``Unavailable``.
+        """See :meth:`cubroker.Broker.close`. Calls that other tasks await raise ``Unavailable``.
 
-        One that is not connected has nothing to close.
+        A Broker that is not connected has nothing to close.
         """
         if self._broker:
             await awaited(BlockingBroker.close, self._broker)
@@ -434,7 +434,7 @@ def _reconnect(broker: BlockingBroker) -> None:
 
 
 def _load(broker: BlockingBroker) -> None:
-    """Load the driver; what keeps it from being loaded is raised where a device is used."""
+    """Load the driver; an error is ignored here, and raised when a device is used."""
     with suppress(CubrokerError):
         _ = broker.driver
 
@@ -444,7 +444,7 @@ def _use(broker: BlockingBroker, uuid: str) -> None:
 
 
 def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with devices by UUID: which one is current is up to the thread, and to what runs there now."""
+    """Return options with devices by UUID: the current device depends on the thread, and may change later."""
     named = dict(options)
     device, devices, plan = map(options.get, ("device", "devices", "plan"))
     if device is not None:
@@ -457,7 +457,7 @@ def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _until_served(attempt: Callable[[], T], wait: float) -> T:
-    """As :func:`cubroker.client.transport.handshake.until_served`, with each attempt in a thread of the loop."""
+    """Do as :func:`cubroker.client.transport.handshake.until_served`, with each attempt in a thread of the loop."""
     patience = Patience(wait)
     while True:
         try:
