@@ -39,11 +39,11 @@ ELSEWHERE = {
     ("cubroker.integrations.runtime", "obtain"): ("cubroker.integrations.engine_loader", "obtain"),
     ("cubroker.protocol.infos", "NOBODY"): ("cubroker.protocol.status", "HIDDEN_ID"),
 }
-"""Names of old modules that another module has than the one of its new name, or that have another name there."""
+"""Names of an old module that are not in the module with its new name, or have another name there, and their places."""
 
 
 class RenamedModules:
-    """Finds the old names for ``import``; as the last entry of ``sys.meta_path`` it is asked for nothing else.
+    """Finds the old names for ``import``. As the last entry of ``sys.meta_path`` it sees only what no other finder has.
 
     It has no base class of :mod:`importlib.abc`, whose import takes half as long as that of this package.
     """
@@ -58,7 +58,7 @@ class RenamedModules:
         """Have ``import`` make the module as usual."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have the module return what the module of its new name has, or another one."""
+        """Have the module look names up in the module of its new name, or in the one that ``ELSEWHERE`` has."""
         old, new = module.__name__, NEW[module.__name__]
         module.__doc__ = f"Moved to ``{new}``."
 
