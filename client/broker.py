@@ -25,7 +25,7 @@ from cubroker.protocol.errors import Invalid, Retired, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors
 from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
-if TYPE_CHECKING:  # what most readers have no use for is imported where it is used
+if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
     from cubroker.client.draft import Draft
     from cubroker.client.follow import Follow
     from cubroker.client.locks import NameLock

@@ -20,7 +20,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, TensorSpec
 
-if TYPE_CHECKING:  # what most readers have no use for is imported where it is used
+if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
     from cubroker.client.digests import DigestRange
     from cubroker.client.follow import Follow
     from cubroker.client.ipc_events import Events, SharedEvent
@@ -552,7 +552,7 @@ class Pool(Replica, Closeable):
         return LeaseRequest(self._lease, self.layout)
 
     def switching(self, request: LeaseRequest, version: int | None, wait: float) -> Steps[int]:
-        """Do as :meth:`switch`; if this raises or is given up, the caller has to settle the request."""
+        """Do as :meth:`switch`; if this raises or is abandoned, the caller has to settle the request."""
         self._owner.check()
         number = version_number(version)
         self._check_moves("be switched")

@@ -240,7 +240,7 @@ class Sources:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
 
     def _reach(self, targets: Iterable[Target], home: Context, lent: bool, allocation: int) -> bool:
-        """Whether all devices that copy an array, and not another replica, can read it where it is."""
+        """Whether every device that copies an array itself, not from another replica, can read it where it is."""
         return all(
             target.context is home
             or (not lent and self._driver.peers.can_access(target.context.device.index, home.device.index))

@@ -64,7 +64,7 @@ def load(
         broker: the session to work in.
         name: the pool; it is created if it does not exist.
         paths: as :meth:`Checkpoint.open` takes them.
-        devices: the devices that get all tensors each: ordinals of this process or UUIDs; by default those of the
+        devices: the devices, each of which gets all tensors: ordinals of this process or UUIDs; by default those of the
             ``plan``, or the first one. The files are read once, into the first; each further device copies from the
             device before it, if it can read that device's memory.
         plan: a dict from names of tensors, or shell patterns of names (``layers.1.*``), to the one device of each: the

@@ -295,7 +295,7 @@ class MulticastMapping:
         self.lease = 0
 
     def wake(self, label: str, reply: Attached | Created, given: Sequence[Source]) -> None:
-        """Map the memory where it was; raises as :meth:`AddressSpace.wake`, or ``Unavailable`` if stores changed."""
+        """Map the memory where it was; raises as :meth:`AddressSpace.wake`, or ``Unavailable`` if ``how`` changed."""
         if reply.team is None:
             raise _changed(label, "not at all")
         offer = self._offer(reply, given)

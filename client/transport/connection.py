@@ -83,7 +83,7 @@ class Waker:
             self.disown()
 
     def disown(self) -> None:
-        """Close the descriptor, also in a forked child, where a write by a thread that is not there never ends."""
+        """Close the descriptor, also in a forked child, where a thread that was writing to it does not exist."""
         self._open = False
         with suppress(IndexError):
             os.close(self._fds.pop())
