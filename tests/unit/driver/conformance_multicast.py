@@ -32,7 +32,7 @@ def test_multicast_is_to_be_had_with_two_devices(driver: Driver) -> None:
 
 
 def test_the_size_is_a_multiple_of_every_granularity(driver: Driver) -> None:
-    minimum, recommended = granularity(driver._calls, 2, GRANULE)
+    minimum, recommended = granularity(driver.context(0).calls, 2, GRANULE)
     assert minimum % driver.granularity(0) == 0
     assert recommended % minimum == 0
     for asked, given in ((1, 1), (recommended, 1), (recommended + 1, 2), (3 * recommended, 3)):
@@ -164,7 +164,7 @@ def test_a_window_outlives_the_objects_maker(driver: Driver, context: Context, e
         descriptor, *memories = maker.make_team([0, 1], GRANULE)
         for each in (descriptor, *memories):
             undo.callback(os.close, each)
-        _, nbytes = granularity(driver._calls, 2, GRANULE)
+        _, nbytes = granularity(context.calls, 2, GRANULE)
         window = undo.enter_context(context.window(nbytes))
         window.map(descriptor)
         source, other = (undo.enter_context(driver.context(index).reserve(GRANULE)) for index in (0, 1))

@@ -357,7 +357,7 @@ def test_several_memories_fit_side_by_side(driver: Driver, context: Context) -> 
             for descriptor, pointer, nbytes in places:
                 with imported(context, descriptor) as (handle, _):
                     calls.cuMemMap(pointer, nbytes, 0, handle, 0)
-            calls.cuMemSetAccess(start, 3 * GRANULE, [reservation._access(readonly=False)], 1)
+            reservation.protect(readonly=False)
             context.write(start + GRANULE - 3, b"across")
             assert context.read(start + GRANULE - 4, 8) == b"\0across\0"
             context.synchronize()

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.bindings.driver
 import pytest
 
-from cubroker.driver import Context, DriverError, load
+from cubroker.driver import Context, Driver, DriverError, load
 from cubroker.driver.host.bindings import HostModule
 
 MIB = 1 << 20
@@ -147,17 +147,17 @@ def test_of_contexts_that_are_made_within_each_other_the_first_to_be_ready_stays
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a signal handler makes one that comes into the making of another."""
-    driver = load("host:1@6MiB")
-    within: list[Context] = []
-    retain = driver._calls.cuDevicePrimaryCtxRetain
+    module = HostModule(1, 6 * MIB, 1)
+    driver, within = Driver(module, "host:1@6MiB", host=True), list[Context]()
+    retain, first = module.cuDevicePrimaryCtxRetain, iter([True])
 
     def retains(device: object) -> object:
-        monkeypatch.undo()
-        within.append(driver.context(0))
+        if next(first, False):
+            within.append(driver.context(0))
         return retain(device)
 
-    monkeypatch.setattr(driver._calls, "cuDevicePrimaryCtxRetain", retains)
+    monkeypatch.setattr(module, "cuDevicePrimaryCtxRetain", retains)
     assert [driver.context(0)] == within
-    assert driver._calls.module.retained == [1]
+    assert module.retained == [1]
     driver.close()
-    assert driver._calls.module.retained == [0]
+    assert module.retained == [0]

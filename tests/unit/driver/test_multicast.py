@@ -24,6 +24,7 @@ from tests.brokers import PATIENCE
 from tests.faults import FaultyModule, Plan
 from tests.unit.driver.conformance_vmm import failing
 from tests.unit.driver.hardware import YES, StandIn
+from tests.unit.driver.holdings import holdings
 from tests.unit.driver.multicast_setup import TEXT, MulticastSetup
 
 UNKNOWN = int(cuda.CUresult.CUDA_ERROR_UNKNOWN)
@@ -175,8 +176,8 @@ def test_a_broadcast_that_fails_can_be_tried_again(
 ) -> None:
     plan = Plan()
     context, copies = multicast.contexts[0], multicast.contexts[0].copies()
-    module = context.calls.module
-    calls = Calls(FaultyModule(module, plan))
+    calls = Calls(FaultyModule(context.calls.module, plan))
+    held = holdings(monkeypatch, calls, ["cuModuleLoadData"])
     monkeypatch.setattr(context, "calls", calls)
     monkeypatch.setattr(copies, "_calls", calls)
     plan.arm([call], 1, UNKNOWN)
@@ -184,7 +185,7 @@ def test_a_broadcast_that_fails_can_be_tried_again(
         multicast.window.broadcast(multicast.source, multicast.window.pointer, 16)
     multicast.window.broadcast(multicast.source, multicast.window.pointer, 16)
     assert multicast.stored() == [TEXT, TEXT]
-    assert len(module._functions) == 1
+    assert len(held["cuModuleLoadData"]) == 1
 
 
 def test_threads_that_store_first_at_the_same_time_load_the_kernel_once(
@@ -212,17 +213,21 @@ def test_threads_that_store_first_at_the_same_time_load_the_kernel_once(
 def test_a_window_gives_its_addresses_back_even_if_its_kernel_stays(
     multicast: MulticastSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window, plan = multicast.contexts[1].window(multicast.team.nbytes), Plan()
+    context, plan = multicast.contexts[1], Plan()
+    module = context.calls.module
+    calls = Calls(FaultyModule(module, plan))
+    held = holdings(monkeypatch, calls, ["cuModuleLoadData"])
+    monkeypatch.setattr(context, "calls", calls)
+    window = context.window(multicast.team.nbytes)
     window.map(multicast.descriptor)
     window.broadcast(multicast.places[1], window.pointer, 16)
-    module = multicast.contexts[1].calls.module
-    monkeypatch.setattr(window._kernel, "_calls", Calls(FaultyModule(module, plan)))
     plan.arm(["cuModuleUnload"], 1, UNKNOWN)
     with failing("cuModuleUnload", "CUDA_ERROR_UNKNOWN"):
         window.close()
+    assert not window.mapped
     assert module.cuMemAddressFree(window.pointer, window.nbytes) == (module.CUresult.CUDA_ERROR_INVALID_VALUE,)
-    for number, _ in tuple(module._functions.values()):
-        module.cuModuleUnload(number)
+    (number,) = held["cuModuleLoadData"]
+    module.cuModuleUnload(number)
 
 
 # -- hardware ------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_a_system_that_refuses_to_map_retained_memory_has_the_addresses_and_noth
     value(module.cuMemMap(start, BLOCK, 0, handle, 0))
     value(module.cuMemRelease(handle))
     plan = faults.Plan()
-    monkeypatch.setattr(shared_memory, "_libc", faults._FaultyLibc(shared_memory._libc, plan))
+    faults.fail_system_calls(monkeypatch, plan)
     plan.arm([call], at, errno.ENOMEM)
     status, retained = module.cuMemRetainAllocationHandle(start)
     assert (status == Result.CUDA_SUCCESS) is (at == 2)
