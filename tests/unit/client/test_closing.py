@@ -138,15 +138,19 @@ def test_a_close_waits_for_its_end_though_what_brought_the_thing_is_still_busy(
 ) -> None:
     """A thread that is preempted after it has woken the caller must not have a reference of its own."""
     publish(client, name)
-    busy, go_on, call = list[Future[Any]](), threading.Event(), Future._call
+    busy, go_on, wait, caller = list[Future[Any]](), threading.Event(), Future.wait, threading.current_thread()
 
-    def pausing(future: Future[Any]) -> None:
-        call(future)
-        if isinstance(future._value, tuple | LockRef) and not busy:
+    def pause(future: Future[Any]) -> None:
+        if threading.current_thread() is not caller and isinstance(future.result(0), tuple | LockRef) and not busy:
             busy.append(future)
             assert go_on.wait(PATIENCE)
 
-    monkeypatch.setattr(Future, "_call", pausing)
+    def waiting(future: Future[Any], timeout: float | None = None) -> bool:
+        if not future.done():
+            future.when_done(partial(pause, future))
+        return wait(future, timeout)
+
+    monkeypatch.setattr(Future, "wait", waiting)
     thing = ask(client, name)
     eventually(lambda: busy, "the thread to pause")
     try:

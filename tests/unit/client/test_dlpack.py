@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cubroker.client import Broker, SharedTensor
-from cubroker.client import dlpack as export
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
 from tests.brokers import BrokerProcess, eventually
+from tests.unit.client.capsules import READ_ONLY, managed
 from tests.unit.client.conftest import content, leases, publish
 from tests.unit.client.test_tensor import EVERY, on_gpu
 
@@ -47,10 +47,6 @@ def imported(tensor: SharedTensor) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def managed(capsule: object) -> Any:
-    return export._Versioned.from_address(export._pointer(capsule, b"dltensor_versioned"))
 
 
 @pytest.mark.usefixtures("share")
@@ -104,7 +100,7 @@ def test_a_consumer_of_dlpack_1_gets_a_versioned_capsule(
     with client.attach(name) as pool:
         capsule = pool["weight"].__dlpack__(max_version=max_version)
         assert "dltensor_versioned" in repr(capsule)
-        assert managed(capsule).flags & export.READ_ONLY
+        assert managed(capsule).flags & READ_ONLY
         assert managed(capsule).major == 1
         del capsule
 

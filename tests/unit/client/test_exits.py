@@ -141,6 +141,8 @@ def test_an_interrupt_ends_a_wait_at_once_and_loses_no_lease(
         process = start(
             lender,
             f"""
+            from tests.unit.client.conftest import session_of
+
             layout = Layout.pack([("a", "U8", (1,))])
             with Broker(directory) as broker:
                 watch = broker.watch("watched")
@@ -151,7 +153,7 @@ def test_an_interrupt_ends_a_wait_at_once_and_loses_no_lease(
                 except KeyboardInterrupt:
                     print("interrupted")
                 timer.join()
-                print(len(broker._session.held) <= 1)
+                print(len(session_of(broker).held) <= 1)
                 broker.pools()
                 print(broker.requests.waiting())
             """,

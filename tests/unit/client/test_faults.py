@@ -266,7 +266,8 @@ def plan(client: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     count = len(client.driver.devices)
     module = FaultyModule(host_module(count, first.total, count), plan)
     driver = Driver(module, client.driver.spec, host=True)
-    monkeypatch.setitem(devices._drivers, driver.spec, driver)
+    monkeypatch.setattr(devices, "driver", lambda _: driver)
+    monkeypatch.setattr(devices, "in_call", lambda _: driver.in_call())
     yield plan
     plan.arm((), 0, 0)
     driver.close()

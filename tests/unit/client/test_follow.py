@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
 import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ import pytest
 from cubroker.client import Broker, Follow, Pool
 from cubroker.client import follow as follow_module
 from cubroker.client.transport import zmq_preflight
+from cubroker.client.transport.requests import Future
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid, OverQuota, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import FINDS, Found, Welcome
@@ -50,9 +55,27 @@ def nothing_left() -> Iterator[None]:
     eventually(lambda: not threads(), "the end of the threads")
 
 
+def known(follow: Follow) -> follow_module.Told:
+    """What the thread of a follow has found out, which hides it: to read it there takes it from who reads next."""
+    return follow._follower.told
+
+
 def told(follow: Follow, version: int) -> None:
     """Return when a follow knows which version is current."""
-    eventually(lambda: follow._follower.told.version == version, f"the news of version {version}")
+    eventually(lambda: known(follow).version == version, f"the news of version {version}")
+
+
+def misses_its_broker(follow: Follow) -> bool:
+    """Whether a follow says that the broker is gone, when it is asked for a version that cannot be there."""
+    with pytest.raises(TimedOut) as late:
+        follow.next(0)
+    return "is gone" in str(late.value)
+
+
+def futures() -> int:
+    """How many futures there are in this process."""
+    gc.collect()
+    return sum(type(each) is Future for each in gc.get_objects())
 
 
 def in_loop(call: Callable[[], Awaitable[T]]) -> T:
@@ -260,7 +283,7 @@ def test_a_thread_that_fails_ends_the_iteration_of_all(
 ) -> None:
     fail_nth(monkeypatch, follow_module.Follower, "_note", 2, error)
     with client.follow(name) as follow:
-        eventually(lambda: follow._follower.told.session == 1, "the first news")
+        eventually(lambda: known(follow).session == 1, "the first news")
         waiting = [begun(lambda: next(follow)), begun(lambda: in_loop(lambda: anext(follow)))]
         publish(client, name)
         for outcome in waiting:
@@ -331,7 +354,7 @@ def test_an_answer_about_the_owner_that_a_change_has_overtaken_does_not_count() 
         second(Found(2))
         ear.tell(3)
         third = asked.get(timeout=PATIENCE)
-        assert follow._follower.told == (1, 0)
+        assert known(follow) == (1, 0)
         third(Found(3))
         assert follow.next(PATIENCE) == 3
         assert asked.empty()
@@ -357,7 +380,7 @@ def test_a_broker_under_cubroker_keep_is_killed_and_the_versions_go_on() -> None
             client.pools()
             with pytest.raises(TimedOut, match=r"within 0 s$"):
                 follow.next(0)
-        assert follow._follower.told.session == 1
+        assert known(follow).session == 1
 
 
 def test_the_versions_of_the_next_broker_are_followed_without_a_store(broker: BrokerProcess, follower: Broker) -> None:
@@ -387,7 +410,7 @@ def test_a_version_that_went_with_its_broker_is_not_returned(broker: BrokerProce
         with Broker(broker.directory) as other:
             publish(other, "policy")
             publish(other, "policy")
-            eventually(lambda: follow._follower.told.version == 2, "the news")
+            told(follow, 2)
         assert next(follow) == 2
 
 
@@ -407,7 +430,7 @@ def test_closing_ends_the_wait_for_a_broker(broker: BrokerProcess, follower: Bro
     with follower.follow("policy") as follow:
         reader = begun(lambda: list(follow))
         broker.kill()
-        eventually(lambda: follow._follower.missing, "the loss")
+        eventually(lambda: misses_its_broker(follow), "the loss")
     assert reader.result(PATIENCE) == []
     eventually(lambda: not threads(), "the end of the thread")
 
@@ -428,21 +451,16 @@ def test_several_follows_share_the_session_of_the_next_broker(broker: BrokerProc
 def test_a_broker_that_only_greets_is_not_asked_again_and_again(
     tmp_path: Path, broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[float] = []
-
-    def pause(follower: follow_module.Follower, seconds: float) -> None:
-        pauses.append(seconds)
-        wait(follower, seconds)
-
-    wait = follow_module.Follower._pause
-    monkeypatch.setattr(follow_module.Follower, "_pause", pause)
+    monkeypatch.setattr(follow_module, "LAST_PAUSE", 0.2)
+    asked: list[float] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / SESSION_SOCKET))
         listener.listen()
 
         def serve() -> None:
-            for _ in range(2):
+            for _ in range(4):
                 connection, _ = listener.accept()
+                asked.append(time.monotonic())
                 with connection:
                     connection.recv(4096)
                     connection.send(wire.pack(Welcome(1, 1, bytes(16), "host:1@4194304")))
@@ -450,7 +468,7 @@ def test_a_broker_that_only_greets_is_not_asked_again_and_again(
         served = begun(serve)
         with Broker(tmp_path) as client, client.follow("policy"):
             served.result(PATIENCE)
-            eventually(lambda: follow_module.LAST_PAUSE in pauses, "a pause")
+    assert all(after - before >= 0.2 for before, after in pairwise(asked[1:])), asked  # the first one is the Broker's
 
 
 def test_nothing_is_left_open_behind_a_follow(broker: BrokerProcess) -> None:
@@ -487,15 +505,16 @@ def test_a_task_follows_while_its_loop_runs(client: Broker, name: str) -> None:
 
 def test_a_task_that_is_cancelled_leaves_nothing_and_the_follow_goes_on(client: Broker, name: str) -> None:
     async def main(follow: Follow) -> int:
+        before = futures()
         waiting = [asyncio.ensure_future(anext(follow)) for _ in range(3)]
-        while len(follow._follower.news._waiting) < 3:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert futures() == before + 3, "each has begun, and waits"
         for task in waiting:
             task.cancel()
-        assert all(
-            isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*waiting, return_exceptions=True)
-        )
-        assert not follow._follower.news._waiting
+        await asyncio.wait(waiting)
+        assert all(task.cancelled() for task in waiting)
+        del waiting, task
+        assert futures() == before
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(follow), 0.01)
         publish(client, name)
@@ -518,32 +537,40 @@ def test_a_task_waits_for_as_long_as_the_timeout_says(client: Broker, name: str)
 
 
 def test_closing_from_another_thread_ends_the_iteration_of_a_task(client: Broker, name: str) -> None:
-    async def main() -> list[int]:
-        return [version async for version in follow]
+    loops, seen = SimpleQueue[asyncio.AbstractEventLoop](), SimpleQueue[int]()
+
+    async def main() -> None:
+        loops.put(asyncio.get_running_loop())
+        async for version in follow:
+            seen.put(version)
 
     publish(client, name)
     follow = client.follow(name)
     reader = begun(lambda: in_loop(main))
-    eventually(lambda: follow._seen.version and follow._follower.news._waiting, "the task to wait again")
+    assert seen.get(timeout=PATIENCE) == 1
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loops.get()).result(PATIENCE)  # the task waits again
     follow.close()
-    assert reader.result(PATIENCE) == [1]
+    reader.result(PATIENCE)
+    assert seen.empty()
 
 
 def test_a_loop_that_was_closed_in_the_middle_of_a_wait_is_not_woken(client: Broker, name: str) -> None:
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # which would be told of the task
     follow = client.follow(name)
 
     async def wait() -> int:
         return await anext(follow)
 
-    task = loop.create_task(wait())
-    while not follow._follower.news._waiting:
-        loop.run_until_complete(asyncio.sleep(0))
+    waiting = wait()
+    task = loop.create_task(waiting)
+    loop.run_until_complete(asyncio.sleep(0))
+    assert inspect.getcoroutinestate(waiting) == inspect.CORO_SUSPENDED
     loop.close()
     publish(client, name)
     assert next(follow) == 1, "the thread that tells of it goes on"
-    task.get_coro().close()  # type: ignore[union-attr]
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    waiting.close()
+    del task
     follow.close()
 
 

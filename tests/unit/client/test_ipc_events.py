@@ -497,7 +497,9 @@ def test_an_event_that_the_driver_does_not_close_ends_all_the_same_and_is_closed
     assert caplog.text.count("tries again until it succeeds") == 2
 
 
-def test_an_event_that_nobody_waits_for_any_more_is_not_made(client: Broker, pool: Pool) -> None:
+def test_an_event_that_nobody_waits_for_any_more_is_not_made(
+    client: Broker, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = session_of(client)
     unwanted = OwnedEvent(session, pool.context, "event 'never'", pool.lease, "never")
     unwanted.abandon(Unavailable("nobody waits"))
@@ -507,9 +509,11 @@ def test_an_event_that_nobody_waits_for_any_more_is_not_made(client: Broker, poo
     strange = OwnedEvent(session, pool.context, "event 'strange'", pool.lease, "strange")
     future = strange.future
     assert future is not None
-    strange._shared(Done())
-    with pytest.raises(Unavailable, match="answered the request ShareEvent with Done"):
-        future.result(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.requests, "send", lambda body, settle: settle(Done()))
+        session.cleanup.put(strange.begin)
+        with pytest.raises(Unavailable, match="answered the request ShareEvent with Done"):
+            future.result(60)
 
 
 def test_an_event_is_closed_though_the_broker_is_silent(name: str) -> None:

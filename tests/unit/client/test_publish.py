@@ -27,6 +27,7 @@ from cubroker.protocol import Layout, messages
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import TORCH
+from tests.unit.client.capsules import DataType, managed
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 from tests.unit.client.scripts import run
 
@@ -530,8 +531,7 @@ def strange(code: int, width: int, lanes: int) -> Exports:
 
     def capsule(max_version: tuple[int, int]) -> object:
         made = np.zeros(8, np.uint8).__dlpack__(max_version=max_version)
-        tensor = dlpack._Versioned.from_address(dlpack._pointer(made, b"dltensor_versioned")).tensor
-        tensor.dtype = dlpack._DataType(code, width, lanes)
+        managed(made).tensor.dtype = DataType(code, width, lanes)
         return made
 
     return Exports(capsule)

@@ -11,6 +11,7 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, Pool
+from cubroker.client.memory.lease import LeaseHandle
 from cubroker.driver import DriverError
 from cubroker.driver.context import PrimaryContext
 from cubroker.driver.vmm import Reservation
@@ -285,16 +286,22 @@ def test_submitted_work_is_waited_for_once_per_device_before_anything_is_unmappe
 ) -> None:
     publish(client, name, THREE, **{"devices": (0, 1), **terms})
     done: list[tuple[str, int]] = []
-    synchronize, vacate = PrimaryContext.synchronize, Reservation.vacate
+    homes: dict[int, int] = {}
+    synchronize, vacate, reserve = PrimaryContext.synchronize, Reservation.vacate, Reservation.__init__
+
+    def reserving(reservation: Reservation, context: PrimaryContext, nbytes: int) -> None:
+        reserve(reservation, context, nbytes)
+        homes[reservation.pointer] = context.device.index
 
     def waiting(context: PrimaryContext) -> None:
         done.append(("waited", context.device.index))
         synchronize(context)
 
     def vacating(reservation: Reservation) -> None:
-        done.append(("unmapped", reservation._context.device.index))
+        done.append(("unmapped", homes[reservation.pointer]))
         vacate(reservation)
 
+    monkeypatch.setattr(Reservation, "__init__", reserving)
     with client.attach(name, device=0 if "share" in terms else None) as pool:
         monkeypatch.setattr(PrimaryContext, "synchronize", waiting)
         monkeypatch.setattr(Reservation, "vacate", vacating)
@@ -349,15 +356,19 @@ def test_a_pool_that_sleeps_stays_asleep_when_the_broker_is_gone(broker: BrokerP
 
 
 def test_a_sleep_that_was_interrupted_is_finished_by_the_next_one_or_undone_by_a_wake(
-    client: Broker, name: str
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def interrupted(lease: LeaseHandle) -> None:
+        raise KeyboardInterrupt
+
     publish(client, name)
     with client.attach(name) as pool:
         for finish in (pool.wake, pool.sleep):
-            lease, mapped = pool.lease, pool._mapped
-            assert mapped
-            mapped.sleep()  # and there the interrupt came
-            del mapped
+            lease = pool.lease
+            with monkeypatch.context() as patch:
+                patch.setattr(LeaseHandle, "sleep", interrupted)  # with the memory asleep, and the lease not yet
+                with pytest.raises(KeyboardInterrupt):
+                    pool.sleep()
             assert (pool.asleep, leases(client, name)) == (True, 1)
             finish()
             assert pool.lease in (0, lease)

@@ -396,10 +396,15 @@ class Gpu:
 
 
 def on_gpu(dtype: str, shape: tuple[int, ...], *, readonly: bool = True) -> tuple[SharedTensor, Gpu]:
+    tensor, _, gpu = leased_on_gpu(dtype, shape, readonly=readonly)
+    return tensor, gpu
+
+
+def leased_on_gpu(dtype: str, shape: tuple[int, ...], *, readonly: bool) -> tuple[SharedTensor, LeasedMemory, Gpu]:
     gpu: Any = Gpu()
     place = DeviceMapping(gpu, gpu.device, (0x7F0000000000,), (None,))
     mapped = LeasedMemory("pool 'p' version 1", (place,), "ipc", readonly=readonly, finish=lambda: None)
-    return SharedTensor(mapped, place, "t", dtype, shape, 0x7F0000000100), gpu
+    return SharedTensor(mapped, place, "t", dtype, shape, 0x7F0000000100), mapped, gpu
 
 
 def test_on_a_gpu_there_is_the_cuda_array_interface_and_no_numpy() -> None:
@@ -427,8 +432,7 @@ def test_the_cuda_array_interface_is_left_out_where_it_cannot_tell_the_truth(cli
 
 
 def test_whoever_uses_the_cuda_array_interface_of_a_draft_keeps_it_from_being_sealed() -> None:
-    tensor, _ = on_gpu("F32", (4,), readonly=False)
-    mapped = tensor._mapped
+    tensor, mapped, _ = leased_on_gpu("F32", (4,), readonly=False)
     assert tensor.__cuda_array_interface__ == tensor.__cuda_array_interface__
     assert mapped.end() == ("t",)
     del tensor

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.client import Broker
+from cubroker.client.notices import Count
+from cubroker.client.transport.requests import Steps
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import ENDS
-from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.brokers import PATIENCE, BrokerProcess, serving
 from tests.unit.client.conftest import LAYOUT, begun, publish, session_of
 from tests.unit.client.scripts import start
 
@@ -193,16 +195,23 @@ def test_nothing_is_told_twice_by_what_watches_when_another_version_ends(client:
 
 
 def test_the_wait_for_an_end_is_over_with_its_broker_and_refused_by_one_that_is_too_old(
-    client: Broker, lender: BrokerProcess, name: str
+    client: Broker, lender: BrokerProcess, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits, more = threading.Event(), Count.more
+
+    def waiting(count: Count, before: int, timeout: float) -> Steps[bool]:
+        waits.set()
+        return more(count, before, timeout)
+
     publish(client, name)
     with client.attach(name), Broker(lender.directory) as other:
         publish(client, name)
         assert not other.wait_ended(name, timeout=0)
-        waiting = begun(lambda: other.wait_ended(name))
-        eventually(lambda: session_of(other).watches._watches.get(name), "the watch")
+        monkeypatch.setattr(Count, "more", waiting)
+        ended = begun(lambda: other.wait_ended(name))
+        assert waits.wait(PATIENCE)
         other.close()
-        assert isinstance(waiting.exception(PATIENCE), Unavailable)
+        assert isinstance(ended.exception(PATIENCE), Unavailable)
     session_of(client).version = ENDS - 1
     with pytest.raises(Unsupported, match="the broker is too old to tell; upgrade it"):
         client.wait_ended(name)

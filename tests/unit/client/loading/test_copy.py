@@ -32,10 +32,12 @@ from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThre
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
 from cubroker.driver.buffers import address
+from cubroker.driver.context import Pinned, PinnedHuge
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, Unavailable
 from tests import checkpoints
 from tests.brokers import PATIENCE, eventually
+from tests.unit.driver.holdings import holdings
 from tests.unit.driver.mapping_commands import in_child
 
 TENSORS = checkpoints.VARIED
@@ -106,9 +108,15 @@ def direct(context: Context, rings: int, depth: int, make_reads: Callable[[], Re
 
 def dirty(context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> PinnedStaging:
     """Pin memory that holds what somebody else might have left there."""
-    staging = PinnedStaging(context, rings, depth, make_reads)
-    staging._pinned.view[:] = b"\xff" * staging._pinned.nbytes
-    return staging
+
+    def pin(context: Context, nbytes: int) -> Pinned:
+        pinned = PinnedHuge(context, nbytes)
+        pinned.view[:] = b"\xff" * pinned.nbytes
+        return pinned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "pin_huge", pin)
+        return PinnedStaging(context, rings, depth, make_reads)
 
 
 @pytest.mark.parametrize("slab", [None, 65536])
@@ -269,12 +277,11 @@ def test_a_plan_that_cannot_be_made_leaves_nothing_pinned(
 
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
         lent = memory(checkpoint)
-        module = lent.targets[0].context.calls.module
-        registered = dict(module._registered)
+        held = holdings(monkeypatch, lent.targets[0].context.calls, ["cuMemHostRegister", "cuMemHostAlloc"])
         monkeypatch.setattr(copy, "read_plan", no_memory)
         with pytest.raises(MemoryError):
             copy_checkpoint(checkpoint, lent.layout, lent.targets)
-        assert module._registered == registered
+        assert not any(held.values())
 
 
 def test_a_copy_whose_memory_cannot_be_given_back_ends_nevertheless(
@@ -334,6 +341,7 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
         lent = memory(checkpoint)
         calls, tries = lent.targets[0].context.calls, iter(range(100))
+        held = holdings(monkeypatch, calls, ["cuMemHostRegister", "cuMemHostAlloc", "cuStreamCreate", "cuEventCreate"])
         made = getattr(calls, call)
 
         def refused(*args: object) -> object:
@@ -344,11 +352,9 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(
         monkeypatch.setattr(calls, call, refused)
         if call == "cuMemHostAlloc":
             monkeypatch.setattr(calls, "cuMemHostRegister", refused, raising=False)
-        tables = calls.module._registered, calls.module._blocking, calls.module._events
-        held = [set(table) for table in tables]
         with pytest.raises(DriverError, match=call):
             copy_checkpoint(checkpoint, lent.layout, lent.targets)
-        assert [set(table) for table in tables] == held
+        assert not any(held.values())
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (9, 1), (1, 9), (8, 1, 1, 1)], ids=str)
@@ -448,6 +454,7 @@ def test_memory_that_cannot_be_registered_is_allocated(
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
         lent = memory(checkpoint)
         calls, allocated = lent.targets[0].context.calls, list[int]()
+        held = holdings(monkeypatch, calls, ["cuMemHostAlloc"])
         allocate = calls.cuMemHostAlloc
 
         def refuse(*_: object) -> None:
@@ -462,7 +469,7 @@ def test_memory_that_cannot_be_registered_is_allocated(
         copy_checkpoint(checkpoint, lent.layout, lent.targets)
         assert lent.images() == [lent.expected(TENSORS)] * 2
         assert len(allocated) == 1
-        assert not calls.module._pinned
+        assert not held["cuMemHostAlloc"]
 
 
 def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends(
@@ -472,7 +479,7 @@ def test_a_copy_makes_ready_before_its_targets_are_there_and_unpins_when_it_ends
     with Checkpoint.open(checkpoints.write(tmp_path / "m.safetensors", TENSORS)) as checkpoint:
         lent = memory(checkpoint)
         first = lent.targets[0].context
-        pinned = first.calls.module._registered
+        pinned = holdings(monkeypatch, first.calls, ["cuMemHostRegister"])["cuMemHostRegister"]
         stored = list(zip(checkpoint.entries, lent.layout.tensors, strict=True))
         for filled in (True, False):
             with FileCopy("cubroker-load", lambda: first) as copying:

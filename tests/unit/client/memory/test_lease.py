@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from cubroker.client import Broker
-from cubroker.client.memory.lease import TRANSITIONS, LeaseEvent, LeaseState
+from cubroker.client import Broker, Pool
+from cubroker.client.memory.lease import TRANSITIONS, LeaseEvent, LeaseHandle, LeaseState
 from cubroker.protocol.errors import NotFound
 from tests.brokers import eventually
 from tests.unit.client.conftest import LAYOUT, leases, publish, session_of
@@ -45,10 +45,20 @@ def test_every_state_can_be_reached_and_every_lease_can_end() -> None:
     assert all(LeaseState.ENDED in after(state) for state in LeaseState)
 
 
+def lease_of(client: Broker, pool: Pool) -> LeaseHandle:
+    """The lease of a pool, among all that the session holds."""
+    (lease,) = (
+        each
+        for each in session_of(client).held
+        if isinstance(each, LeaseHandle) and each.number == pool.lease and each.state in (H, S)
+    )
+    return lease
+
+
 def test_a_lease_goes_through_its_states_as_its_pool_is_used(client: Broker, name: str) -> None:
     publish(client, name, share="vmm")
     pool = client.attach(name)
-    lease, first = pool._lease, pool.lease
+    lease, first = lease_of(client, pool), pool.lease
     assert lease.state is LeaseState.HELD
     pool.sleep()
     assert (lease.state, pool.lease) == (LeaseState.ASLEEP, 0)
@@ -64,7 +74,7 @@ def test_a_lease_goes_through_its_states_as_its_pool_is_used(client: Broker, nam
     assert lease.state is LeaseState.ENDED
     asleep = client.attach(name)
     asleep.sleep()
-    lease = asleep._lease
+    lease = lease_of(client, asleep)
     asleep.close()
     eventually(lambda: lease.state is LeaseState.ENDED, "the end of a lease that sleeps")
     assert leases(client, name) == 0
@@ -74,6 +84,6 @@ def test_a_lease_that_is_refused_or_never_asked_for_is_held_no_more(client: Brok
     with pytest.raises(NotFound):
         client.attach(name)
     with client.create(name, LAYOUT) as draft:
-        lease = draft._lease
+        lease = lease_of(client, draft)
     eventually(lambda: lease.state is LeaseState.ENDED, "the end of a discarded draft")
     eventually(lambda: not session_of(client).held, "the end of both")

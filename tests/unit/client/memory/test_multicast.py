@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from cubroker.client.memory.mapping import LeasedMemory
-from cubroker.client.memory.multicast import AbandonableCall, MulticastMapping, MulticastOffer, Unbound, Windows
-from cubroker.client.session import ClientSession
+from cubroker.client.memory.multicast import AbandonableCall, MulticastMapping, Windows
 from cubroker.driver import Context, DriverError, Window
-from cubroker.protocol.messages import Team
+from cubroker.protocol.errors import TimedOut
+from cubroker.protocol.messages import Rebound, Team
 
 TEAM = Team("multicast", "", (100,))
 
@@ -42,29 +43,32 @@ class LateWindow:
         self.held, self.mapped = None, False
 
 
-def offer(source: int) -> MulticastOffer:
-    return MulticastOffer(TEAM, (), (source,), lambda: False)
+NEWS = Rebound(0, (), TEAM)
 
 
-def mapping() -> tuple[MulticastMapping, LeasedMemory]:
-    """What a lease without any memory has mapped."""
+def mapping(window: LateWindow) -> tuple[MulticastMapping, LeasedMemory, Windows]:
+    """What a lease without any memory has mapped, which stores through a window."""
+    receiver = SimpleNamespace(later=lambda lease, notice: False, close=lambda given: None)
+    session: Any = SimpleNamespace(receiver=receiver, losses={}, timeout=0.0, check_may_wait=lambda: None)
     memory = LeasedMemory("pool 'p' version 1", (), "multicast", readonly=False, finish=lambda: None)
-    return MulticastMapping(cast(ClientSession, None), memory, ("p", 1), ()), memory
+    multicast = MulticastMapping(session, memory, ("p", 1), ())
+    multicast.outlet = windows = Windows(cast(Context, None), [cast(Window, window)])
+    return multicast, memory, windows
 
 
 @pytest.mark.timeout(60)
 def test_an_object_that_is_mapped_late_gives_way_to_that_of_the_next_broker() -> None:
     window = LateWindow()
-    windows = Windows(cast(Context, None), [cast(Window, window)])
-    multicast, _ = mapping()
-    outlets: list[object] = []
-    first = threading.Thread(target=lambda: outlets.append(multicast._bind(windows, offer(1))))
+    multicast, memory, windows = mapping(window)
+    first = threading.Thread(target=lambda: multicast.rebound(NEWS, (1,)))
     first.start()
     assert window.begun.wait(60)
     multicast.give_up()
     first.join()
-    assert isinstance(outlets[0], Unbound)
-    assert multicast._bind(windows, offer(2)) is windows
+    with pytest.raises(TimedOut, match="not bound together again"):
+        multicast.usable(lambda: memory)
+    multicast.rebound(NEWS, (2,))
+    assert multicast.usable(lambda: memory) is windows
     assert window.held == 2
 
 
@@ -72,11 +76,11 @@ def test_nothing_is_mapped_any_more_into_addresses_that_were_given_back() -> Non
     window = LateWindow()
     window.told.set()
     window.done.set()
-    multicast, memory = mapping()
-    multicast.outlet = Windows(cast(Context, None), [cast(Window, window)])
+    multicast, memory, _ = mapping(window)
     multicast.close()
-    assert multicast._replace(memory, offer(2)) is None
+    multicast.rebound(NEWS, (2,))
     assert window.held is None
+    del memory  # which was there all the time
 
 
 def test_what_a_call_raises_is_raised_and_what_returns_is_over() -> None:

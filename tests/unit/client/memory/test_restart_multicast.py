@@ -290,10 +290,10 @@ def test_descriptors_that_cannot_come_and_notices_that_are_late(client: Broker, 
 
     def bring(pool: Pool, notice: Rebound, given: CubrokerError | tuple[int, ...]) -> None:
         done: Future[None] = Future()
-        multicast = pool._lease.multicast
-        assert multicast
-        session_of(client).cleanup.put(lambda: multicast.rebound(notice, given))
-        session_of(client).cleanup.put(lambda: done.set(None))
+        session = session_of(client)
+        (multicast,) = (each for each in session.rebindable if each.lease == pool.lease)
+        session.cleanup.put(lambda: multicast.rebound(notice, given))
+        session.cleanup.put(lambda: done.set(None))
         done.result()
 
     with client.attach("x", device=1) as pool:

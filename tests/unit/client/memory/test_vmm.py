@@ -128,8 +128,9 @@ def test_a_forked_child_closes_the_descriptors_that_wait(client: Broker, lender:
         import socket
         from cubroker.client.transport.fd_receiver import FdReceiver
         from cubroker.protocol.messages import Descriptors
+        from tests.unit.client.conftest import session_of
         broker = Broker(directory)
-        inbox = broker._session.receiver  # where descriptors wait that no lease has asked for
+        inbox = session_of(broker).receiver  # where descriptors wait that no lease has asked for
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipe = os.pipe()
         socket.send_fds(theirs, [b"x"], [pipe[1]])

@@ -20,11 +20,22 @@ from cubroker.client import Broker
 from cubroker.client.transport import connection, handshake, requests
 from cubroker.client.transport.connection import Waker
 from cubroker.client.transport.handshake import ATTEMPTS
-from cubroker.client.transport.requests import RESEND
+from cubroker.client.transport.requests import RESEND, Future, Pending
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Denied, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import Attach, DeviceList, Done, GatewayChanged, ListDevices, Pong, Refused, Welcome
+from cubroker.protocol.messages import (
+    Attach,
+    DeviceList,
+    Done,
+    Envelope,
+    GatewayChanged,
+    ListDevices,
+    Pong,
+    Refused,
+    Reply,
+    Welcome,
+)
 from cubroker.protocol.paths import SESSION_SOCKET, directory_of
 from tests.accounts import group_name
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
@@ -107,8 +118,11 @@ def test_requests_that_are_lost_are_sent_again_and_done_once(client: Broker, len
     client.pools()  # the connection to the gateway stands, so that requests leave for it
     with stopped(gateway_of(lender.pid)):
         begun = time.monotonic()
-        futures = [client.requests.submit(_create(client, f"{name}-{number}")) for number in range(3)]
-        eventually(lambda: _sent_again(client, begun + RESEND), "requests to be sent again")
+        futures = [Future[Reply]() for _ in range(3)]
+        requests = [Pending(future.settle) for future in futures]
+        for number, request in enumerate(requests):
+            client.requests.post(_create(client, f"{name}-{number}"), request)
+        eventually(lambda: _sent_again(client, requests, begun + RESEND), "requests to be sent again")
     drafts: list[Any] = [future.result(PATIENCE) for future in futures]
     assert len({draft.lease for draft in drafts}) == 3
     assert leases(client, f"{name}-0") == 1
@@ -119,19 +133,18 @@ def test_requests_that_are_lost_are_sent_again_and_done_once(client: Broker, len
 def test_a_request_is_not_sent_again_while_earlier_copies_wait_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout.pack([(f"{number:0100}", "U8", (1,)) for number in range(10_000)])  # more than a socket takes
     copies, waiting = 0, deque[int](maxlen=10)
-    pack = requests.Requests._pack
 
-    def count(*args: Any) -> bytes:
+    def count(*args: Any) -> Envelope:
         nonlocal copies
         copies += 1
-        return pack(*args)
+        return Envelope(*args)
 
     def rests(client: Broker) -> bool:
         """Whether a copy waits in the outbox for a while, and no other is made."""
         waiting.append(copies if client.requests.outbox else 0)
         return waiting.count(copies) == waiting.maxlen
 
-    monkeypatch.setattr(requests.Requests, "_pack", count)
+    monkeypatch.setattr(requests, "Envelope", count)
     for module in (connection, requests):
         monkeypatch.setattr(module, "RESEND", 0.01)
     with serving() as process, Broker(process.directory) as broker:
@@ -155,8 +168,8 @@ def _close(lease: int) -> Any:
     return Close(lease)
 
 
-def _sent_again(client: Broker, since: float) -> bool:
-    return not client.requests.outbox and all(each.sent > since for each in client.requests._pending.values())
+def _sent_again(client: Broker, requests: list[Pending], since: float) -> bool:
+    return not client.requests.outbox and all(each.sent > since for each in requests)
 
 
 @pytest.mark.slow

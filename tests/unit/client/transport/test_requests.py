@@ -248,25 +248,29 @@ def test_waiting_ends_with_the_time() -> None:
         future.result(0.001)
 
 
+def gated(monkeypatch: pytest.MonkeyPatch, gate: object) -> Future[int]:
+    """Make a future that is waited for at a lock of a test's own."""
+    with monkeypatch.context() as patch:
+        locks = iter((gate, threading.Lock()))
+        patch.setattr(requests, "Lock", lambda: next(locks))
+        return Future()
+
+
 def test_a_process_that_is_stopped_while_it_waits_finds_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    future: Future[int] = Future()
-    gate = future._gate
+    gate = threading.Lock()
 
     class Stopped:
         """A lock that is waited for while the process is stopped: all the time is over, and the value is there."""
 
         release = gate.release
 
-        def acquire(self, timeout: float) -> bool:
-            if not future.done():
+        def acquire(self, timeout: float = -1) -> bool:
+            if gate.locked() and not future.done():
                 future.set(7)
                 return False
             return gate.acquire(timeout=timeout)
 
-        def locked(self) -> bool:
-            return gate.locked()
-
-    monkeypatch.setattr(future, "_gate", Stopped())
+    future = gated(monkeypatch, Stopped())
     assert future.wait(30)
     assert future.result() == 7
 
@@ -295,13 +299,15 @@ def test_nothing_is_kept_for_a_waiter_that_has_left(early: bool) -> None:
 
 
 def test_an_interrupt_at_the_gate_shuts_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    future: Future[int] = Future()
-    gate = future._gate
+    gate, interrupts = threading.Lock(), [True]
 
     class Interrupted:
-        """A lock whose holder is interrupted before it gives it back."""
+        """A lock whose first holder after its maker is interrupted before it gives it back."""
 
-        def acquire(self, timeout: float) -> bool:
+        def acquire(self, timeout: float = -1) -> bool:
+            if not gate.locked() or not interrupts:
+                return gate.acquire(timeout=timeout)
+            interrupts.clear()
             taken = gate.acquire(timeout=timeout)
             future.set(7)  # which opens the gate
             if taken or gate.acquire(timeout=timeout):
@@ -310,10 +316,9 @@ def test_an_interrupt_at_the_gate_shuts_nobody_out(monkeypatch: pytest.MonkeyPat
 
         release = gate.release
 
-    with monkeypatch.context() as patch:
-        patch.setattr(future, "_gate", Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            future.wait(30)
+    future = gated(monkeypatch, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        future.wait(30)
     assert future.wait(0)
     assert future.result(0) == 7
 
