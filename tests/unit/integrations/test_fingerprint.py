@@ -34,15 +34,15 @@ def header(folder: Path) -> bytes:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that are read from now on, each with every chunk."""
+    """The files that are read from now on, each with every part."""
     read: list[str] = []
-    chunk = fingerprints._chunk
+    pread = os.pread
 
-    def recorded(file: int, begin: int, size: int) -> bytes:
+    def recorded(file: int, nbytes: int, begin: int) -> bytes:
         read.append(Path(f"/proc/self/fd/{file}").readlink().name)
-        return chunk(file, begin, size)
+        return pread(file, nbytes, begin)
 
-    monkeypatch.setattr(fingerprints, "_chunk", recorded)
+    monkeypatch.setattr(os, "pread", recorded)
     return read
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -24,9 +24,29 @@ def loaded(seed: int = 0) -> Runtime:
     return model
 
 
+class Place(NamedTuple):
+    """A tensor of a module's tree, and how the module has it."""
+
+    kind: str
+    persistent: bool
+    tensor: torch.Tensor
+
+
+def places(model: nn.Module) -> dict[str, Place]:
+    """Every tensor of a module's tree, under each of its names."""
+    found, stored = dict[str, Place](), model.state_dict().keys()
+    for path, module in model.named_modules(remove_duplicate=False):
+        terms: dict[str, Any] = {"prefix": path, "recurse": False, "remove_duplicate": False}
+        found |= {name: Place("parameter", True, tensor) for name, tensor in module.named_parameters(**terms)}
+        found |= {name: Place("buffer", name in stored, tensor) for name, tensor in module.named_buffers(**terms)}
+        own = {f"{path}.{leaf}" if path else leaf: value for leaf, value in vars(module).items()}
+        found |= {name: Place("", True, value) for name, value in own.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
 def same(one: nn.Module, other: nn.Module) -> None:
     """All tensors of two modules are equal in everything but their address."""
-    ours, theirs = ({found.name: found for found in runtime_pools._found(model)} for model in (one, other))
+    ours, theirs = places(one), places(other)
     assert ours.keys() == theirs.keys()
     for name, mine in ours.items():
         twin = theirs[name]
@@ -200,7 +220,7 @@ def test_a_module_that_does_not_fit_is_told_by_names_and_not_changed(
     twin = meta()
     twin.process()
     change(twin)
-    kept = {found.name: found.tensor for found in runtime_pools._found(twin)}
+    kept = {each: place.tensor for each, place in places(twin).items()}
     with client.attach(name) as pool:
         if "torch" in words:  # torch's own class takes any place
             runtime_pools.bind(twin, pool)
@@ -208,7 +228,7 @@ def test_a_module_that_does_not_fit_is_told_by_names_and_not_changed(
             return
         with pytest.raises(Invalid, match=rf"pool '{name}'@1 does not fit Runtime: .*{words}"):
             runtime_pools.bind(twin, pool)
-    assert {found.name: found.tensor for found in runtime_pools._found(twin)} == kept
+    assert {each: place.tensor for each, place in places(twin).items()} == kept
 
 
 def test_a_class_that_the_module_does_not_have_is_not_imported(client: Broker, name: str) -> None:

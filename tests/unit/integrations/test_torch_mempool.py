@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
-import math
 import signal
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,12 +15,12 @@ from hypothesis import strategies as some
 from torch import nn
 
 from cubroker.client import Broker
-from cubroker.integrations import torch as bridge
 from cubroker.integrations.torch import BLOCK, SEGMENT, MemPool, OutOfRoom, Room, segments
 from cubroker.protocol.errors import CubrokerError, Invalid, Unsupported
 from tests import forkserver
 from tests.brokers import BrokerProcess, eventually
 from tests.forkserver import TORCH
+from tests.unit.integrations.torch_allocator import calls, make, standing_in
 
 MIB = 1 << 20
 START = 7 * SEGMENT
@@ -89,133 +84,13 @@ def test_a_closed_room_keeps_its_memory_until_the_last_piece_is_back() -> None:
         assert there() is None
 
 
-# -- what torch calls ----------------------------------------------------------------------------------
-
-take, give_back = bridge._calls
-
-
-@pytest.fixture
-def room() -> Iterator[Room]:
-    room = Room(START, 4 * SEGMENT)
-    bridge._active.room = room
-    yield room
-    bridge._active.room = None
-    assert room.error is None
-
-
-def test_torch_gets_segments_and_gives_them_back_from_anywhere(room: Room) -> None:
-    one, other = take(SEGMENT, 0, None), take(2 * SEGMENT, 0, None)
-    assert (one, other) == (START, START + SEGMENT)
-    assert take(2 * SEGMENT, 0, None) is None
-    assert room.refused == 2 * SEGMENT
-    bridge._active.room = None
-    assert take(SEGMENT, 0, None) is None  # a thread that uses no pool
-    for pointer in (other, one):
-        give_back(pointer, SEGMENT, 0, None)
-    assert room.empty
-    give_back(one, SEGMENT, 0, None)  # what is not there does no harm
-    assert gc.isenabled()
-
-
-def test_an_error_never_leaves_a_call(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: int) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(room, "take", fails)
-    assert take(SEGMENT, 0, None) is None
-    assert isinstance(room.error, KeyboardInterrupt)
-    room.error = None
-    assert gc.isenabled()
-
-
-INTERRUPTED = """
-import ctypes, os, signal, sys, threading
-from contextlib import nullcontext
-from cubroker.integrations import torch as bridge
-from cubroker.integrations.torch import Room
-
-room = bridge._active.room = Room(512, 1 << 62)
-libc, numbers = ctypes.CDLL(None), (ctypes.c_int64 * 3000)()
-(take, _), pid, stop = bridge._calls, os.getpid(), threading.Event()
-
-def interrupt():
-    while not stop.wait(0.01):
-        os.kill(pid, signal.SIGINT)
-
-thread = threading.Thread(target=interrupt)
-raised = 0
-with bridge._signals_wait() if sys.argv[1] == "waits" else nullcontext():
-    try:
-        thread.start()
-        libc.qsort(numbers, len(numbers), 8, take)  # calls it as torch does, many times in one call from here
-        stop.wait(60)  # an interrupt is on its way
-    except KeyboardInterrupt:
-        raised += 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-stop.set()
-print(raised, room.error)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_interrupt_comes_behind_the_call(*, waits: bool) -> None:
-    """Without what makes it wait, it would come in the middle."""
-    command = ["-c", INTERRUPTED, "waits" if waits else ""]
-    done = forkserver.run(command, preload=TORCH, measured=False, capture_output=True, text=True, timeout=100)
-    came_behind = (done.returncode, done.stdout) == (0, "1 None\n") and "Traceback" not in done.stderr
-    assert came_behind == waits, done
-
-
-def test_handlers_that_are_set_inside_stay() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with bridge._signals_wait():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 # -- a pool, with a stand-in for torch's allocator -----------------------------------------------------
 
 
-class Allocator:
-    """As much of torch's caching allocator as a pool needs, in host memory: a segment for every tensor."""
-
-    def __init__(self, _: object) -> None:
-        self.blocks: dict[int, int] = {}
-
-    def make(self, *shape: int) -> torch.Tensor:
-        """Return a tensor in a new segment; its bytes are not freed with it."""
-        nbytes = 4 * math.prod(shape)
-        pointer = take(SEGMENT, 0, None)
-        if pointer is None:
-            raise torch.cuda.OutOfMemoryError
-        self.blocks[pointer] = nbytes
-        data = np.frombuffer((ctypes.c_char * nbytes).from_address(pointer), np.float32)
-        return torch.from_numpy(data).reshape(shape)
-
-    def snapshot(self) -> list[dict[str, object]]:
-        blocks = [(pointer, {"size": size, "state": "active_allocated"}) for pointer, size in self.blocks.items()]
-        rest = {"size": SEGMENT, "state": "inactive"}
-        return [{"address": pointer, "blocks": [block, rest]} for pointer, block in blocks]
-
-    def __del__(self) -> None:
-        for pointer in self.blocks:
-            give_back(pointer, SEGMENT, 0, None)
-
-
 @pytest.fixture
-def pool(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemPool]:
+def pool(lender: BrokerProcess) -> Iterator[MemPool]:
     """A pool of four segments on a host device."""
-    monkeypatch.setattr(bridge, "_check_torch", lambda *_: None)
-    monkeypatch.setattr(bridge, "_allocator", lambda: None)
-    monkeypatch.setattr(MemPool, "_warm_up", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "MemPool", Allocator)
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_: nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    with Broker(lender.directory) as broker:
+    with standing_in(), Broker(lender.directory) as broker:
         name = f"mempool-{next(NUMBERS)}"  # other modules have pools on the same broker
         made = MemPool(broker, name, 4 * SEGMENT, device=0)
         yield made
@@ -227,12 +102,102 @@ def pool(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mem
         eventually(lambda: all(info.name != name for info in broker.pools()), "the end of the pool")
 
 
+def test_torch_gets_segments_and_gives_them_back_from_anywhere(pool: MemPool) -> None:
+    (view,) = pool.pool.allocation_views
+    with pool.use():
+        take, give_back = calls()
+        one, other = take(SEGMENT, 0, None), take(2 * SEGMENT, 0, None)
+        assert (one, other) == (view.pointer, view.pointer + SEGMENT)
+        assert take(2 * SEGMENT, 0, None) is None
+    assert take(SEGMENT, 0, None) is None  # a thread that uses no pool
+    assert pool.left == SEGMENT
+    for pointer in (other, one):
+        give_back(pointer, SEGMENT, 0, None)
+    assert pool.left == 4 * SEGMENT
+    give_back(one, SEGMENT, 0, None)  # what is not there does no harm
+    assert pool.left == 4 * SEGMENT
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_error_never_leaves_a_call_and_is_raised_at_the_end_of_the_block(
+    pool: MemPool, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fails(*_: object) -> int:
+        raise error
+
+    came: list[object] = []
+
+    def asks() -> None:
+        with pool.use():
+            take, _ = calls()
+            came.extend((take(SEGMENT, 0, None), gc.isenabled()))
+
+    monkeypatch.setattr(Room, "take", fails)
+    with pytest.raises(error):
+        asks()
+    assert came == [None, True]
+
+
+INTERRUPTED = """
+import ctypes, os, signal, sys, threading
+from contextlib import nullcontext
+from cubroker.client import Broker
+from cubroker.integrations.torch import SEGMENT, MemPool
+from tests.unit.integrations.torch_allocator import calls, standing_in
+
+libc, numbers = ctypes.CDLL(None), (ctypes.c_int64 * 3000)()
+pid, stop = os.getpid(), threading.Event()
+if sys.argv[2] != "waits":
+    bridge._signals_wait = nullcontext
+
+def interrupt():
+    while not stop.wait(0.01):
+        os.kill(pid, signal.SIGINT)
+
+thread = threading.Thread(target=interrupt)
+raised = 0
+with standing_in(), Broker(sys.argv[1]) as broker, MemPool(broker, "interrupted", SEGMENT, device=0) as pool:
+    with pool.use():
+        take, _ = calls()
+        try:
+            thread.start()
+            libc.qsort(numbers, len(numbers), 8, take)  # calls it as torch does, many times in one call from here
+            stop.wait(60)  # an interrupt is on its way
+        except KeyboardInterrupt:
+            raised += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop.set()
+    print(raised)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_interrupt_comes_behind_the_call(lender: BrokerProcess, *, waits: bool) -> None:
+    """Without what makes it wait, it would come in the middle."""
+    command = ["-c", INTERRUPTED, str(lender.directory), "waits" if waits else ""]
+    done = forkserver.run(command, preload=TORCH, measured=False, capture_output=True, text=True, timeout=100)
+    came_behind = (done.returncode, done.stdout) == (0, "1\n") and "Traceback" not in done.stderr
+    assert came_behind == waits, done
+
+
+def test_handlers_that_are_set_inside_stay(pool: MemPool) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pool.use():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Net(nn.Module):
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(allocator.make(30, 20))
+        self.weight = nn.Parameter(make(30, 20))
         self.tied = self.weight
-        self.register_buffer("scales", allocator.make(20), persistent=False)
+        self.register_buffer("scales", make(20), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.scales) @ self.tied.T
@@ -240,9 +205,8 @@ class Net(nn.Module):
 
 @torch.no_grad()
 def test_a_model_is_sealed_where_it_is(lender: BrokerProcess, pool: MemPool) -> None:
-    allocator: Any = pool._torch
     with pool.use():
-        model = Net(allocator)
+        model = Net()
         model.weight.copy_(torch.arange(600).reshape(30, 20))
         model.scales.fill_(2)
         with pytest.raises(Invalid, match="sealed inside of use"):
@@ -262,63 +226,46 @@ def test_a_model_is_sealed_where_it_is(lender: BrokerProcess, pool: MemPool) -> 
     assert torch.equal(model(x), made)
     with pytest.raises(Invalid, match="is closed; make another"):
         pool.seal(model)
-    del allocator, model
+    del model
 
 
 @torch.no_grad()
 def test_what_is_not_published_keeps_a_pool_from_being_sealed(pool: MemPool) -> None:
-    allocator: Any = pool._torch
     with pool.use():
-        weight, cache = allocator.make(30, 20), allocator.make(100)
+        weight, cache = make(30, 20), make(100)
     with pytest.raises(Invalid, match=r"1 allocations of torch.* \(400 bytes at"):
         pool.seal({"weight": weight})
     with pytest.raises(Invalid, match="'outside' lies in other memory"):
         pool.seal({"weight": weight, "cache": cache, "outside": torch.ones(3)})
     assert pool.seal({"weight": weight, "cache": cache}) == 1
-    del allocator, weight, cache
+    del weight, cache
 
 
 def test_the_base_of_a_view_that_was_replaced_by_a_copy_keeps_no_pool_open(pool: MemPool) -> None:
-    allocator: Any = pool._torch
     with pool.use():
-        turned, copied = allocator.make(30, 20).t(), allocator.make(20, 30)
+        turned, copied = make(30, 20).t(), make(20, 30)
     with pytest.raises(Invalid, match="'turned' has gaps"):
         pool.seal({"turned": turned})
     turned.data = copied  # as seal(copy=True) does
     assert pool.seal({"turned": turned}) == 1
-    del allocator, turned, copied
+    del turned, copied
 
 
 def test_running_out_of_room_says_how_much_there_would_have_to_be(pool: MemPool) -> None:
-    allocator: Any = pool._torch
     with pool.use():
         for _ in range(4):
-            allocator.make(1)
+            make(1)
         with pytest.raises(torch.cuda.OutOfMemoryError):
-            allocator.make(1)
+            make(1)
     with pytest.raises(OutOfRoom, match=f"of its {4 * SEGMENT} are 0 free; make it with nbytes={5 * SEGMENT} or more"):
-        exhaust(pool, allocator)
+        exhaust(pool)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="not ours"), pool.use():
         raise torch.cuda.OutOfMemoryError("not ours")
-    del allocator
 
 
-def exhaust(pool: MemPool, allocator: Any) -> None:
+def exhaust(pool: MemPool) -> None:
     with pool.use():
-        allocator.make(1)
-
-
-def test_an_error_in_a_call_is_raised_at_the_end_of_the_block(pool: MemPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator: Any = pool._torch
-
-    def fails(_: int) -> int:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(pool._room, "take", fails)
-    with pytest.raises(ZeroDivisionError):
-        exhaust(pool, allocator)
-    monkeypatch.undo()
-    del allocator
+        make(1)
 
 
 # -- sizes ---------------------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ with Broker(sys.argv[1]) as broker:
     model, tokenizer = from_pool(sys.argv[2], "org/tiny", broker=broker)
     print(type(model).__name__, model.generation_config.max_new_tokens, tokenizer)
     config = AutoConfig.from_pretrained("org/tiny")
-    config._name_or_path = "/a/folder/that/is/gone"
+    config.name_or_path = "/a/folder/that/is/gone"
     model, tokenizer = from_pool(sys.argv[2], config, broker=broker)
     print(type(model).__name__, model.generation_config.max_new_tokens, tokenizer)
     del model

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import inf, nan
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -124,13 +125,28 @@ class Server(ThreadingHTTPServer):
         self.datatype = "FP32"
         #: What it answers to an inference in place of computing.
         self.reply: dict[str, Any] | None = None
-        self._thread = Thread(target=self.serve_forever)
-        self._thread.start()
+        self._serve()
 
     def close(self) -> None:
         self.shutdown()
         self._thread.join()
         self.server_close()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Leave its port to others within a ``with`` block; what is registered stays."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.socket = socket.socket(self.address_family, self.socket_type)
+            self.server_bind()
+            self.server_activate()
+            self._serve()
+
+    def _serve(self) -> None:
+        self._thread = Thread(target=self.serve_forever)
+        self._thread.start()
 
 
 @pytest.fixture
@@ -316,12 +332,14 @@ sys.stdin.read()
 def test_regions_of_ended_processes_are_swept_and_no_others(
     lender: BrokerProcess, client: Broker, name: str, server: Server
 ) -> None:
-    own = triton._own_name()
-    namespace, pid, started = re.findall(r"[0-9a-f]+", own.removeprefix("cubroker-"))
-    others = [f"cubroker-1-{pid}-1-1", f"cubroker-{namespace}-1-{triton._started(1)}-1", f"{own}-1", "theirs"]
-    others.append(f"cubroker-{namespace}-{10**14 - 1}-1-1")  # no process has such a number
-    server.regions.update(dict.fromkeys(others))
+    first = int(Path("/proc/1/stat").read_bytes().rpartition(b")")[2].split()[19])  # when it began, proc_pid_stat(5)
     with scratch(client, name) as pool:
+        with triton.register(pool, server.url) as regions:
+            own = regions.names[0].rpartition("-")[0]
+        namespace, pid, started = re.findall(r"[0-9a-f]+", own.removeprefix("cubroker-"))
+        others = [f"cubroker-1-{pid}-1-1", f"cubroker-{namespace}-1-{first}-1", f"{own}-1", "theirs"]
+        others.append(f"cubroker-{namespace}-{10**14 - 1}-1-1")  # no process has such a number
+        server.regions.update(dict.fromkeys(others))
         ended = []
         for kill in (True, False):  # the end of the interpreter unregisters, a kill does not
             command = [sys.executable, "-c", LEFT, str(lender.directory), name, server.url]
@@ -341,32 +359,33 @@ def test_regions_of_ended_processes_are_swept_and_no_others(
 
 
 def test_a_server_that_does_not_answer_or_listen_is_told(
-    client: Broker, name: str, server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    client: Broker, name: str, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with scratch(client, name) as pool, socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         with pytest.raises(TimedOut, match=r"has not answered systemsharedmemory/status for 0.1 s"):
             triton.register(pool, f"http://{host}:{port}", timeout=0.1)
-        regions = triton.register(pool, server.url, timeout=0.1)
-        registration = regions._registration
-        (region,) = regions.names
-        with monkeypatch.context() as patch:
-            patch.setattr(registration, "server", triton._Server(f"http://{host}:{port}", 0.1, {}))
+        regions, dropped = (triton.register(pool, server.url, timeout=0.5) for _ in range(2))
+        (region,), (other,) = regions.names, dropped.names
+        with server.away(), socket.create_server((host, server.server_port)):
             with pytest.raises(TimedOut, match=f"{region} may still be registered there: close the regions again"):
                 regions.close()
             with pytest.raises(KeyError) as raised, regions:
                 raise KeyError
             assert "may still be registered" in raised.value.__notes__[0]
-            registration.abandon()
-            assert "may still be registered" in caplog.text
+            assert other not in caplog.text
+            del dropped
+            assert f"{other} may still be registered" in caplog.text
+            pool.close()
             assert leases(client, name) == 1
-        ended = Server()
-        ended.close()
-        with pytest.raises(Unavailable, match="does not listen: Connection refused"):
-            triton.sweep(ended.url)
-        monkeypatch.setattr(registration, "server", triton._Server(ended.url, 0.1, {}))
-        with caplog.at_level(logging.WARNING):
-            regions.close()
+        assert server.regions.keys() == {region, other}
+        assert triton.sweep(server.url) == ()
+        assert server.regions.keys() == {region}
+        with server.away():
+            with pytest.raises(Unavailable, match="does not listen: Connection refused"):
+                triton.sweep(server.url)
+            with caplog.at_level(logging.WARNING):
+                regions.close()
         assert f"{region} has ended with it" in caplog.text
 
 
@@ -412,24 +431,19 @@ def test_memory_of_a_gpu_stays_leased_while_its_server_may_only_be_restarting(
     """A server that ends closes its port before it lets go of memory: a refused connection is no proof."""
     monkeypatch.setattr(triton, "_on_host", lambda _: False)
     server.driver = client.driver
-    ended = Server()
-    ended.close()
     with scratch(client, name, share="ipc") as pool:
         regions = triton.register(pool, server.url)
-    registration = regions._registration
     (region,) = regions.names
-    with monkeypatch.context() as patch:
-        patch.setattr(registration, "server", triton._Server(ended.url, 5.0, {}))
-        with pytest.raises(Unavailable, match=f"does not listen: .*{region} may still be registered .*ended=True"):
-            regions.close()
+    refused = f"does not listen: .*{region} may still be registered .*ended=True"
+    with server.away(), pytest.raises(Unavailable, match=refused):
+        regions.close()
     assert leases(client, name) == 1
     regions.close()
     assert not server.opened
     with client.attach(name) as pool:
         regions = triton.register(pool, server.url)
     (region,) = regions.names
-    monkeypatch.setattr(regions._registration, "server", triton._Server(ended.url, 5.0, {}))
-    with caplog.at_level(logging.WARNING):
+    with server.away(), caplog.at_level(logging.WARNING):
         regions.close(ended=True)
     assert f"{region} has ended with it" in caplog.text
     server.server_close()

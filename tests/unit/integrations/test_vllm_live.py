@@ -15,7 +15,7 @@ from cubroker.client.pool import Pool
 from cubroker.integrations import engine_loader, runtime_pools
 from cubroker.integrations.engine_loader import Held, PoolOptions, RankPool
 from cubroker.integrations.torch import state_dict
-from cubroker.protocol.errors import CubrokerError, Invalid, Unsupported
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, Unsupported
 from tests.brokers import BrokerProcess
 from tests.unit.integrations import vllm_stub
 
@@ -244,14 +244,33 @@ class Source:
         return iter(self._given.items())
 
 
+class Unheard:
+    """What a trainer calls where no engine goes to the version, which stays with that."""
+
+    version = 0
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.version = update_info["version"]
+        raise Unavailable("no engine is there")
+
+    def finish_weight_update(self) -> None:
+        pass
+
+
 def send(live: Any, lender: BrokerProcess, name: str, source: Source) -> int:
     init = live.PoolTrainerInit(pool=name, directory=str(lender.directory), rank=0)
-    trainer = live.PoolTrainer(init, client=None, source=source)
+    engines = Unheard()
+    trainer = live.PoolTrainer(init, client=engines, source=source)
     try:
-        version: int = trainer._publish(trainer._broker)
-        return version
+        with pytest.raises(Unavailable, match="no engine is there"):
+            trainer.send_weights()
     finally:
         trainer.shutdown()
+    assert engines.version
+    return engines.version
 
 
 def test_a_trainer_publishes_what_its_source_yields(
