@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cubroker.server.event_queue import Event, EventQueue
 from cubroker.server.transport import framing
@@ -21,6 +21,34 @@ async def until(condition: Callable[[], object]) -> None:
     """Let the loop turn until ``condition()`` is true; :func:`run` bounds it."""
     while not condition():
         await asyncio.sleep(0.001)
+
+
+class Planned(NamedTuple):
+    """What a loop is to call at some time."""
+
+    handle: asyncio.TimerHandle
+    call: Callable[..., object]
+    args: tuple[object, ...]
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is called; none if that is over or cancelled."""
+        now = asyncio.get_running_loop().time()
+        return 0.0 if self.handle.cancelled() else max(0.0, self.handle.when() - now)
+
+
+def plans() -> list[Planned]:
+    """Return what the running loop is told from now on to call at some time."""
+    loop, found = asyncio.get_running_loop(), list[Planned]()
+    plan = loop.call_at
+
+    def noting(when: float, call: Callable[..., object], *args: Any, **options: Any) -> asyncio.TimerHandle:
+        handle = plan(when, call, *args, **options)
+        found.append(Planned(handle, call, args))
+        return handle
+
+    loop.call_at = noting  # type: ignore[method-assign]
+    return found
 
 
 class Recorder:

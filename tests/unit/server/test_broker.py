@@ -56,6 +56,7 @@ from cubroker.server.store.sd_notify import Manager
 from cubroker.server.transport import framing
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
+from cubroker.server.transport.requests import IncomingRequests
 from cubroker.server.transport.session_journal import SessionLog
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import fail_nth
@@ -265,7 +266,7 @@ def test_the_ledger_hears_of_memory_when_its_descriptors_are_noted(monkeypatch: 
     async def test() -> None:
         stage, heard, notes = Stage(), list[LedgerEvent](), Scarce()
         monkeypatch.setattr(server_broker, "RETRY", 0.0)
-        monkeypatch.setattr(stage.broker._ledger, "handle", lambda event, _: heard.append(event) or [])
+        monkeypatch.setattr(Mistaken, "handle", lambda ledger, event, _: heard.append(event) or [])
         monkeypatch.setattr(stage.broker, "_descriptors", notes)
         stage.queue.put(allocated := Allocated(5, (b"",), (7,)))
         assert not heard
@@ -283,9 +284,9 @@ def test_the_ledger_hears_of_the_end_of_a_process_without_memory_for_what_else_c
 ) -> None:
     async def test() -> None:
         stage = Stage()
-        fail_nth(monkeypatch, stage.broker._requests, "hang_up", 1, MemoryError())
+        fail_nth(monkeypatch, IncomingRequests, "hang_up", 1, MemoryError())
         stage.queue.put(ProcessExited(1))
-        assert not stage.broker._sessions
+        assert not stage.broker.sessions.by_number
         stage.broker.close("the end")
         stage.client.close()
 

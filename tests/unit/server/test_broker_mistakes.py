@@ -16,7 +16,7 @@ from cubroker.server.ledger import events as e
 from cubroker.server.ledger.records import CreateWaiter, DeviceAccount
 from cubroker.server.ledger.snapshot import Audit
 from tests.unit.server.ledger.story import MIB, Story, answer, asks, attaches, creates
-from tests.unit.server.loops import run
+from tests.unit.server.loops import plans, run, until
 
 
 class Mistake(Exception):
@@ -45,8 +45,7 @@ def told(ledger: Ledger, caplog: pytest.LogCaptureFixture) -> list[str]:
     async def look() -> None:
         after = Recovery(ledger)
         after.recover()
-        while after._timer:
-            await asyncio.sleep(0)
+        await until(lambda: caplog.records)
         after.close()
 
     with caplog.at_level(logging.WARNING):
@@ -175,7 +174,7 @@ def test_however_many_mistakes_there_are_the_books_are_looked_at_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def mistakes() -> None:
-        ledger = Scarred()
+        ledger, planned = Scarred(), plans()
         after = Recovery(cast(Ledger, ledger))
         assert [after.recover() for _ in range(3)] == [[]] * 3
         monkeypatch.setattr(broker, "AUDIT_SHARE", 1e12)
@@ -185,7 +184,7 @@ def test_however_many_mistakes_there_are_the_books_are_looked_at_now_and_then(
         for _ in range(10):
             await asyncio.sleep(0)
         assert ledger.looked == 1
-        assert after._timer
+        assert planned[-1].left, "it is to be looked at again"
         after.close()
 
     run(mistakes())

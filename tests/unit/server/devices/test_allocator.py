@@ -10,7 +10,7 @@ import pytest
 from cubroker.driver import Context, Driver, DriverError, load
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.messages import DESCRIPTOR
-from cubroker.server.devices.allocator import DeviceAllocator
+from cubroker.server.devices.allocator import DeviceAllocator, MemoryWatch
 from cubroker.server.event_queue import Event
 from cubroker.server.ledger.events import Allocate, Allocated, AllocationFailed, Free, Freed
 from cubroker.server.ledger.memory import GRANULARITY
@@ -181,7 +181,7 @@ def test_memory_is_freed_though_nobody_can_be_told_of_it(
     context = driver.context(0)
     with serving(driver) as device:
         device.allocate(1, 100)
-        fail_nth(monkeypatch, device.memory._watch, name, 1, MemoryError())
+        fail_nth(monkeypatch, MemoryWatch, name, 1, MemoryError())
         assert device.free(1) == Freed(1)
         assert free_bytes(context) == SIZE
 

@@ -39,7 +39,7 @@ from cubroker.server.ledger.events import (
     ProcessScanStarted,
 )
 from tests.brokers import PATIENCE
-from tests.unit.server.loops import run, until
+from tests.unit.server.loops import plans, run, until
 
 MIB = 1 << 20
 OURS, UID = os.getpid(), os.geteuid()
@@ -270,6 +270,7 @@ def playing(test: Callable[[Scene], Coroutine[Any, Any, None]], seconds: float =
 
 def test_it_looks_now_and_then_and_soon_after_leases_have_ended() -> None:
     async def test(scene: Scene) -> None:
+        planned = plans()
         scene.checks.soon()
         scene.checks.soon()
         await scene.looks()
@@ -282,8 +283,8 @@ def test_it_looks_now_and_then_and_soon_after_leases_have_ended() -> None:
         )
         scene.watch.found.put([])
         await scene.tells(ProcessScanFinished(()))
-        assert scene.checks._timer
-        assert scene.checks._timer.when() > scene.checks._loop.time() + NEVER / 2
+        (left,) = (each.left for each in planned if each.args == (MappedCheckDue(),) and each.left)
+        assert left > NEVER / 2
 
     playing(test)
 
@@ -368,6 +369,7 @@ def test_a_mistake_in_looking_leaves_everything_unknown_and_the_next_look_comes(
 
 def test_when_looking_is_switched_off_nothing_is_known_and_what_is_under_way_counts_no_more() -> None:
     async def test(scene: Scene) -> None:
+        planned = plans()
         scene.checks.soon()
         await scene.looks()
         scene.checks.adjust(0)
@@ -384,6 +386,6 @@ def test_when_looking_is_switched_off_nothing_is_known_and_what_is_under_way_cou
         scene.checks.adjust(0)
         await scene.tells(ProcessScanFinished(()))
         scene.checks.soon()
-        assert scene.checks._timer is None
+        assert not any(each.left for each in planned if each.args == (MappedCheckDue(),))
 
     playing(test)

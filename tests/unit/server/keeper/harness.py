@@ -145,9 +145,9 @@ class Keep:
     ) -> None:
         self._pupils: list[Pupil] = []
         self._written = b""
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(directory / "test"))
-        self._listener.listen()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(directory / "test"))
+        self.listener.listen()
         self.command = pupil(directory)
         with forkserver.heeded(signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             start = partial(forkserver.start, preload=KEEPER) if program[:3] == COMMAND else subprocess.Popen
@@ -179,14 +179,14 @@ class Keep:
             self.process.stderr.close()
         for pupil in self._pupils:  # which ends those that outlive the keeper
             pupil.close()
-        self._listener.close()
+        self.listener.close()
         os.close(self._pidfd)
 
     def next(self, *, ready: bool = True) -> Pupil:
         """Return the next run of the kept process once it has started, and said that it is ready if it is to."""
-        ready_now, _, _ = select.select([self._listener, self._pidfd], [], [], PATIENCE)
-        assert self._listener in ready_now, "the keeper ended, or starts nothing"
-        connection, _ = self._listener.accept()
+        ready_now, _, _ = select.select([self.listener, self._pidfd], [], [], PATIENCE)
+        assert self.listener in ready_now, "the keeper ended, or starts nothing"
+        connection, _ = self.listener.accept()
         connection.settimeout(PATIENCE)
         pupil = Pupil(connection)
         self._pupils.append(pupil)

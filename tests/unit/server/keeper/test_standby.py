@@ -201,7 +201,7 @@ def test_one_that_has_taken_over_has_as_long_for_its_start_as_any(place: Path) -
 
 def _none_follows(keep: Keep) -> None:
     """Fail as :meth:`Keep.next` does when nothing is started for longer than an answer may take."""
-    ready, _, _ = select.select([keep._listener], [], [], 0.5)
+    ready, _, _ = select.select([keep.listener], [], [], 0.5)
     assert ready, "the keeper ended, or starts nothing"
 
 

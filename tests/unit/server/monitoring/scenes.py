@@ -57,7 +57,7 @@ def view(devices: int, pools: int) -> View:
             room[uuid] -= nbytes
             blocks.append(BlockInfo(uuid, name, 1 + number % 3, state, "held", nbytes, owner))
         if places:
-            infos.append(_pool(name, 1 + number % 3, state, nbytes, tuple(places), owner))
+            infos.append(pool(name, 1 + number % 3, state, nbytes, tuple(places), owner))
     if pools:
         blocks.append(BlockInfo(uuids[0], "", 0, "current", "held", 3 * GIB, HIDDEN_ID))
         blocks.append(BlockInfo(uuids[0], infos[0].name, 9, "retired", "freeing", 2 * GIB, 1000))
@@ -80,7 +80,7 @@ def freed(blocks: Iterable[BlockInfo], retired: Collection[str]) -> int:
     return total
 
 
-def _pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, ...], owner: int) -> PoolInfo:
+def pool(name: str, version: int, state: str, nbytes: int, devices: tuple[str, ...], owner: int) -> PoolInfo:
     fields = dict.fromkeys(PoolInfo.__struct_fields__, "") | {
         "name": name,
         "version": version,

@@ -32,7 +32,7 @@ PLAN = """([view, device, wanted]) => {
 def pool(
     name: str, version: int, state: str = "current", leases: int = 0, devices: tuple[str, ...] = ("G",)
 ) -> PoolInfo:
-    info = scenes._pool(name, version, state, GIB, devices, 0)
+    info = scenes.pool(name, version, state, GIB, devices, 0)
     return msgspec.structs.replace(info, leases=leases)
 
 

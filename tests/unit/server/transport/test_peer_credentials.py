@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,13 +260,31 @@ def test_control_characters_of_a_name_are_escaped() -> None:
     assert info.name == "a\\x1b[2J\\n) b\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_cgroup_is_that_of_the_hierarchy_which_tells_most() -> None:
+@pytest.fixture
+def cgroup(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str | None]:
+    """The cgroup of a process of which /proc tells this."""
+    told, read = [""], Path.read_text
+
+    def reading(path: Path, *args: Any, **options: Any) -> str:
+        return told[0] if path == Path(f"/proc/{os.getpid()}/cgroup") else read(path, *args, **options)
+
+    def found(text: str) -> str | None:
+        told[0] = text
+        info = read_process(os.getpid())
+        assert info is not None
+        return info.cgroup
+
+    monkeypatch.setattr(Path, "read_text", reading)
+    return found
+
+
+def test_the_cgroup_is_that_of_the_hierarchy_which_tells_most(cgroup: Callable[[str], str | None]) -> None:
     unit = "12:memory:/user\n1:name=systemd:/system.slice/vllm.service\n0::/\n"
-    assert peer_credentials._cgroup(unit) == "/system.slice/vllm.service"
-    assert peer_credentials._cgroup("2:pids:/x\n0::/docker/" + "ab" * 32) == "/docker/" + "ab" * 32
-    assert peer_credentials._cgroup("0::/\n1:cpu:/\n") is None
-    assert peer_credentials._cgroup("0::/a:b\x1b") == "/a:b\\x1b"
-    long = peer_credentials._cgroup("0::/" + "x" * 5000 + "/end.scope")
+    assert cgroup(unit) == "/system.slice/vllm.service"
+    assert cgroup("2:pids:/x\n0::/docker/" + "ab" * 32) == "/docker/" + "ab" * 32
+    assert cgroup("0::/\n1:cpu:/\n") is None
+    assert cgroup("0::/a:b\x1b") == "/a:b\\x1b"
+    long = cgroup("0::/" + "x" * 5000 + "/end.scope")
     assert long is not None
     assert (len(long), long[-10:]) == (512, "/end.scope")
 
