@@ -71,11 +71,12 @@ def test_a_version_that_is_spread_over_gpus_comes_whole(tmp_path: Path) -> None:
 
 def test_memory_can_be_registered_with_network_adapters_where_the_device_says_so() -> None:
     """``gpuDirectRDMACapable`` of physical memory; a property that is refused would fail every creation."""
-    physical = driver.load("cuda").create(0, 2 << 20)
+    gpus = driver.load("cuda")
+    physical, calls = gpus.create(0, 2 << 20), gpus.context(0).calls
     try:
-        module = physical._calls.module
+        module = calls.module
         attribute = module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        supported = physical._calls.cuDeviceGetAttribute(attribute, 0)
+        supported = calls.cuDeviceGetAttribute(attribute, 0)
         error, properties = module.cuMemGetAllocationPropertiesFromHandle(physical.handle)
         assert int(error) == 0
         assert properties.allocFlags.gpuDirectRDMACapable == supported
