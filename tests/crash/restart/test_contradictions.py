@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import CubrokerError, Unavailable
-from cubroker.server.store.journal import Journal, newest_slot
+from cubroker.server.store.journal import Journal
 from tests.brokers import eventually, started
 from tests.crash.content import Form, check
 from tests.stores import StoredBroker, storing
@@ -77,9 +77,7 @@ def holding_without(kept: StoredBroker, key: bytes) -> Iterator[tuple[Broker, Po
         pool = client.attach("pool")
         kept.kill()
         (descriptor,) = kept.fdstore.stored["ledger"]
-        journal = Journal(descriptor, newest_slot(descriptor))
-        journal._load()
-        journal.commit([(key % client.session, None)])
+        Journal.open(descriptor).commit([(key % client.session, None)])
         kept.start()
         yield client, pool
         pool.close()

@@ -59,9 +59,7 @@ def commit(*changes: tuple[bytes, bytes | None]) -> Callable[[int], None]:
     """Return what writes something into it that no broker would."""
 
     def write(descriptor: int) -> None:
-        journal = Journal(descriptor, newest_slot(descriptor))
-        journal._load()
-        journal.commit(changes)
+        Journal.open(descriptor).commit(changes)
 
     return write
 

@@ -43,6 +43,7 @@ from tests.crash.content import (
     update,
 )
 from tests.crash.worker_pool import Channel
+from tests.unit.client.conftest import session_of
 
 DURABLE = Form("vmm", durable=True)
 SPREAD = Form("vmm", BOTH, durable=True)
@@ -131,7 +132,7 @@ class Workload:
                 if not pool.lost:
                     check(pool)
                     self.check_anew(pool)
-            eventually(lambda: self.broker._session.receiver.empty(), "the descriptors to be closed")
+            eventually(lambda: session_of(self.broker).receiver.empty(), "the descriptors to be closed")
             self.tally.check()
             held = [[pool.name, pool.version] for pool in self.held]
             self.line.say(json.dumps(held + [[lock.name, LOCK] for lock in self.locks]))
