@@ -143,8 +143,9 @@ class World:
         self.guests[9] = guest = Guest(9, bytes(16))
         self.requests.enter(guest)  # type: ignore[arg-type]
         tables = self.ledger._tables
-        for name, version in [(pool.name, number) for pool in tables.pools.values() for number in pool.versions]:
-            request = envelope(9, bytes(16), len(guest.replies._kept) + 1, m.Retire(name, version))
+        versions = [(pool.name, number) for pool in tables.pools.values() for number in pool.versions]
+        for number, (name, version) in enumerate(versions, 1):
+            request = envelope(9, bytes(16), number, m.Retire(name, version))
             self.put(BatchReceived([b"", request]))
         while self.submitted:
             self.device(self.submitted.popleft(), failed=False)
