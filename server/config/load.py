@@ -1,8 +1,8 @@
-"""Reading the settings: options before the environment, that before the file, and that before the defaults.
+"""Reads the settings: an option overrides the environment, which overrides the file, which overrides the default.
 
 :class:`ConfigSources` are the places to look; :class:`EffectiveConfig` is the result, with the origin of each value;
-:class:`Current` is the configuration of a running broker, which it can read again. A refusal names place, key, value
-and what would be right, and all complaints are gathered before anything is started.
+:class:`Current` is the configuration of a running broker, which can read it again. A refusal names the place, the key,
+the value and what to write instead. All complaints are gathered before anything is started.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InvalidConfig(Invalid):
 class Value(NamedTuple):
     """The value of a setting."""
 
-    #: As a file would have it.
+    #: The value as a file would write it.
     written: object
     meant: Any
     #: Where it was set.
@@ -57,17 +57,17 @@ class EffectiveConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Value]) -> EffectiveConfig:
-        """Return what values mean; raises :class:`schema.Conflict`."""
+        """Build a configuration from values; raises :class:`schema.Conflict`."""
         return cls(values, schema.build({key: value.meant for key, value in values.items()}))
 
     def adopt(self, newer: EffectiveConfig) -> EffectiveConfig:
-        """Return this with all of ``newer`` that a running broker takes."""
+        """Return this configuration with those settings of ``newer`` that can change while the broker runs."""
         live = {key: value for key, value in newer.values.items() if schema.get(key).live}
         fixed = {key: value for key, value in self.values.items() if not schema.get(key).live}
         return EffectiveConfig.of({**fixed, **live})
 
     def changes(self, newer: EffectiveConfig) -> Iterator[tuple[Setting, Value | None, Value | None]]:
-        """Yield each setting that means something else in ``newer``, with its value here and there."""
+        """Yield each setting whose meaning differs in ``newer``, with its value here and its value in ``newer``."""
         for key in {**self.values, **newer.values}:
             before, after = self.values.get(key), newer.values.get(key)
             if before is None or after is None or before.meant != after.meant:
@@ -107,7 +107,7 @@ class ConfigSources:
 
 
 class _Reading:
-    """Gathers values, of which a later one replaces an earlier one, and complaints."""
+    """Gathers values and complaints. A later value of a setting replaces an earlier one."""
 
     def __init__(self) -> None:
         self.complaints: list[str] = []
@@ -165,9 +165,9 @@ class _Reading:
 
 
 def line_numbers(text: str) -> dict[Place, int]:
-    """Return the first line of each key and table of a valid document, which its parser does not tell.
+    """Return the number of the first line of each key and table of a valid document, which ``tomllib`` does not report.
 
-    A header or an assignment that is complete is a document of its own; so lines are taken together until they are one.
+    A complete header or assignment is a valid document of its own, so lines are joined until they can be parsed.
     """
     found: dict[Place, int] = {}
     table: Place = ()
@@ -177,7 +177,7 @@ def line_numbers(text: str) -> dict[Place, int]:
         try:
             part = tomllib.loads(gathered)
         except tomllib.TOMLDecodeError:
-            continue  # it goes on in the next line
+            continue  # the statement continues on the next line
         paths = list(_paths(part))
         is_header = gathered.lstrip().startswith("[")
         for path in paths:
@@ -196,7 +196,7 @@ def _paths(table: Mapping[str, object]) -> Iterator[Place]:
 
 
 class Current:
-    """The configuration in force, unless that raises ``InvalidConfig``; :meth:`reload` reads it again."""
+    """The configuration in force; raises ``InvalidConfig`` if it is invalid. :meth:`reload` reads it again."""
 
     def __init__(self, sources: ConfigSources) -> None:
         self.sources = sources
@@ -208,9 +208,9 @@ class Current:
         return self.effective.config
 
     async def reload(self, apply: Callable[[Config], None]) -> None:
-        """Read the configuration again, and have ``apply`` put in force what can change while the broker runs.
+        """Read the configuration again, and call ``apply`` to put in force what can change while the broker runs.
 
-        If it is refused, by this or by ``apply``, nothing changes, and the log says why.
+        If the configuration is invalid, or ``apply`` refuses it, nothing changes, and the log says why.
         """
         try:
             newer, adopted = await asyncio.to_thread(self._read)
@@ -233,6 +233,6 @@ class Current:
         self.effective = adopted
 
     def _read(self) -> tuple[EffectiveConfig, EffectiveConfig]:
-        """Return what the sources say, and what holds from now on; blocks while users are looked up for either."""
+        """Return the configuration of the sources, and the one to put in force; blocks while users are looked up."""
         newer = self.sources.read()
         return newer, self.effective.adopt(newer)

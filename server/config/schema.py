@@ -37,8 +37,8 @@ OFF = "off"
 DEFAULT_BUDGET = "90%"
 OTHERS = "default"  #: The key of the budget of all devices that have none of their own.
 PRIVATE, SHARED = 0o600, 0o660  #: The mode of the sockets: for the broker's own user (and root), and with a group.
-LARGEST_DEVICE = 1 << 62  #: Bytes of the device that a budget is tried on; the real devices are not known yet.
-LONGEST = 80  #: Characters of a value in a complaint.
+LARGEST_DEVICE = 1 << 62  #: Bytes of the device that budgets are validated against; the real devices are not known yet.
+LONGEST = 80  #: Characters of a value that a complaint shows at most.
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
@@ -79,7 +79,7 @@ class ValueKind:
     type: Any = str
     #: Returns what a value of that type means; raises ``ValueError``, with better advice if it has any.
     interpret: Callable[[Any], Any] = lambda value: value
-    #: Returns the written value for a text of the environment or the command line, or the text if it is none.
+    #: Returns the written value of a text from the environment or the command line; the text itself if it is invalid.
     parse: Callable[[str], object] = str
     #: Whether a written number is shown in octal.
     octal: bool = False
@@ -99,7 +99,7 @@ Identity = Annotated[int, Meta(ge=0, lt=1 << 32)] | str
 
 
 def parse_number(text: str) -> int | str:
-    """Return a whole number, or the text itself if it is none."""
+    """Return a whole number, or the text itself if it is not a number."""
     return int(text) if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else text
 
 
@@ -115,7 +115,7 @@ def choice(*names: str) -> ValueKind:
 
 
 def mode(most: int) -> ValueKind:
-    """Return the kind of permission bits, none but those of ``most``."""
+    """Return the kind of permission bits; a bit outside ``most`` is refused."""
 
     def bits(value: int | str) -> int:
         number = int(value, 8) if isinstance(value, str) else value
@@ -141,12 +141,12 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str, total: int, device: str = "the device") -> int:
-    """Return the bytes that a budget grants of a device of ``total`` bytes: a size, or a share such as ``90%``.
+    """Return how many bytes of a device of ``total`` bytes a budget grants: a size, or a share such as ``90%``.
 
-    An error calls the device ``device``.
+    ``device`` names the device in an error.
 
     Raises:
-        Invalid: it is neither, or 0, or more than the device has.
+        Invalid: ``text`` is neither a size nor a share, or the budget is 0 or more than ``total``.
     """
     match = _SHARE.fullmatch(text.strip())
     budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
@@ -226,7 +226,7 @@ def _listen(value: str) -> Address | Path | None:
         if not ip_address(found[2]).is_loopback:
             raise ValueError
     except ValueError:
-        raise ValueError from None  # its text is no advice
+        raise ValueError from None  # the text of ip_address() would replace the advice
     return Address(found[2], int(found[4]))
 
 
@@ -273,9 +273,9 @@ class Setting:
     #: Its name in the file; ``quota.memory`` is ``memory`` in the table ``quota``.
     key: str
     kind: ValueKind
-    #: Its value as a file would have it; None if that depends on other things (:func:`derive`).
+    #: Its default as a file would write it; None if it depends on other things (:func:`derive`) or there is no default.
     default: object = None
-    #: Whether a running broker takes another value.
+    #: Whether its value can change while the broker runs.
     live: bool = True
 
     @property
@@ -313,7 +313,7 @@ QUOTA: Mapping[str, tuple[ValueKind, object]] = {
     "descriptors": (COUNT, None),
     "mapped_beyond_leases": (BYTES, UNLIMITED),
 }
-"""What one user may have, by the fields of :class:`Quota`: kind and default."""
+"""Kind and default of each field of :class:`Quota`, which bounds what one user may have."""
 
 SETTINGS: Mapping[str, Setting] = {
     setting.key: setting
@@ -348,7 +348,7 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 PERSONAL = "quotas"
-"""The table of the tables of single users, by name or number."""
+"""The table that has one table of quotas for each user named in it, by name or number."""
 
 TABLES = {key.partition(".")[0] for key in SETTINGS if "." in key} | {PERSONAL}
 
@@ -383,10 +383,10 @@ def nearest(key: str) -> str:
 
 
 def derive(meant: Mapping[str, Any], descriptors: int) -> dict[str, object]:
-    """Return the defaults that depend on other things, as a file would have them.
+    """Return the defaults that depend on other things, as a file would write them.
 
-    These are the meanings of the values that are set, by key, and the number of files that the broker may have open, or
-    of places in its store if those are fewer; by default a user may take half of them.
+    ``meant`` has the meanings of the values that are set, by key. ``descriptors`` is the number of files that the
+    broker may have open, or of places in its store if those are fewer; by default a user may take half of them.
     """
     most = max(SESSION_FDS, descriptors // 2)
     return {
@@ -409,11 +409,11 @@ class Log:
 class Metrics:
     """Where metrics and the page are served, and to whom."""
 
-    #: An address, the path of a Unix socket, or None: nowhere.
+    #: An address or the path of a Unix socket; None if they are not served.
     listen: Address | Path | None = None
     #: Who may connect to a Unix socket.
     access: Access = field(default_factory=Access)
-    #: The file with the token that readers show; None: there is none.
+    #: The file with the token that readers must send; None if there is no token.
     token_file: Path | None = None
     #: Whether readers without the token see what a stranger may.
     public: bool = False
@@ -427,7 +427,7 @@ class Config:
     directory: Path
     #: Which devices, as :func:`cubroker.driver.load` names them.
     devices: str
-    #: What pools may take of the devices.
+    #: How much memory of each device pools may use.
     budget: Budgets
     #: Who may connect.
     access: Access
@@ -437,14 +437,14 @@ class Config:
     limits: Limits
     log: Log
     metrics: Metrics
-    #: Seconds that a broker which ends waits for leases to end.
+    #: Seconds that the broker waits, at its shutdown, for leases to end.
     drain: float
-    #: Seconds between two checks of the memory of client processes; 0: there are none.
+    #: Seconds between two checks of the memory of client processes; 0 disables the checks.
     mapped_check: float
 
 
 class Conflict(Exception):
-    """The setting with a key, the first argument, does not go with the others; the second says why."""
+    """A setting conflicts with others. The first argument is its key, the second the reason."""
 
 
 EXPOSED = (
@@ -454,9 +454,10 @@ EXPOSED = (
 
 
 def build(meant: Mapping[str, Any]) -> Config:
-    """Return what the meanings of all settings, by key, amount to; groups and ``metrics.token_file`` may be absent.
+    """Combine the meanings of all settings, by key; groups and ``metrics.token_file`` may be absent.
 
-    Raises :class:`Conflict` at a quota of an unknown user, or two of one user; metrics on a port that nothing protects.
+    Raises :class:`Conflict` if a user with a quota is unknown or has two quotas, or if metrics are served on a port
+    that nothing protects.
     """
     quota = Quota(**{name: meant[f"quota.{name}"] for name in QUOTA})
     metrics = Metrics(
@@ -497,7 +498,7 @@ def build(meant: Mapping[str, Any]) -> Config:
 
 
 def _personal_quotas(meant: Mapping[str, Any], usual: Quota) -> dict[int, Quota]:
-    """Return the quotas of single users, by uid; fields that are not set are as usual."""
+    """Return the quotas of single users, by uid; fields that are not set have the value in ``usual``."""
     given: dict[int, tuple[str, dict[str, Any]]] = {}
     for key, value in meant.items():
         table, _, rest = key.partition(".")
