@@ -1,5 +1,5 @@
 """The configuration of a broker: ``schema`` declares every setting, ``load`` reads them from where they are set.
 
-Imports the modules of ``ledger``, ``transport``, ``driver`` and ``protocol`` that declare limits and defaults; these
-declarations touch no socket, event loop or device. Imported by ``server.main``, ``devices``, ``monitoring`` and ``cli``.
+Imports the modules of ``ledger``, ``transport``, ``driver`` and ``protocol`` that declare limits and defaults, which
+touches no socket, event loop or device. Imported by ``server.main``, ``devices``, ``monitoring`` and ``cli``.
 """

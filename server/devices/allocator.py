@@ -1,15 +1,15 @@
-"""Device memory: an allocator for each device, and what binds the memory of several devices together.
+"""Device memory: an allocator for each device, and the multicast objects that bind memory of several devices together.
 
-The event loop has no time for the driver: freeing 64 GB takes 46 ms. So each device has a thread, and multicast, which
-may wait, another. Requests go to the thread, and each outcome comes back through the broker's queue as an event of the
-ledger.
+The event loop must not wait for the driver: freeing 64 GB takes 46 ms. So each device has a thread, and multicast,
+whose calls may block, has another. Requests are submitted to a thread, and each outcome returns through the broker's
+queue as an event of the ledger.
 
-Memory shared as ``ipc`` has an address and therefore needs a context of the device, which takes half a gigabyte of it:
-the first such allocation makes one. Other memory is not mapped here, and not cleared either: the driver hands it out
-filled with zeros.
+Memory shared as ``ipc`` has an address and therefore needs a context of the device, which costs half a gigabyte of the
+device's memory: the first such allocation makes the context. Other memory is neither mapped nor cleared here: the
+driver hands it out filled with zeros.
 
-Multicast objects bind the memory of several devices together, here and nowhere else. Where one is refused, for any
-reason, copies replace it for all devices together: no pool is refused for want of one.
+Only this module makes multicast objects and binds memory to them. If one cannot be made, for any reason, copies replace
+multicast on all devices of the group: no pool is refused for that.
 """
 
 from __future__ import annotations
@@ -79,29 +79,29 @@ class WorkerThread(ABC, Generic[Request]):
 
     @abstractmethod
     def _execute(self, request: Request) -> None:
-        """Execute a request, on the thread; after an exception its outcome never comes."""
+        """Execute a request, on the thread; if this raises an exception, the request has no outcome."""
 
     def _release_all(self) -> None:
         """Release everything that is not in use, on the thread, after the last request."""
 
 
 class MemoryWatch:
-    """Hears from the devices' threads what becomes of memory, and tells another thread which processes refer to it.
+    """An observer: the devices' threads report allocated and freed memory, and another thread asks who refers to it.
 
-    This base class sees nothing.
+    This base class observes nothing.
     """
 
     def allocated(self, files: Mapping[FileId, tuple[AllocationId, int]]) -> None:
-        """Note allocations and their bytes by file, which only emulated devices have."""
+        """Note allocations and their bytes, by file; only memory of emulated devices has files."""
 
     def freed(self, allocations: Collection[AllocationId]) -> None:
-        """Note that the broker frees memory: a process that refers to it keeps it."""
+        """Note that the broker frees memory: a process that refers to it keeps it allocated."""
 
     def adjust(self, *, looked_at: bool) -> None:
-        """Note whether :meth:`look` will be called: work that only serves it is left out otherwise."""
+        """Note whether :meth:`look` will be called; if not, work that only serves it is omitted."""
 
     def freeing(self, device: str) -> Callable[[AllocationId, int], None]:
-        """Prepare to free memory on a device, by UUID; the result is called with each freed piece and its bytes."""
+        """Prepare for frees on a device, by UUID; the result is to be called with each freed allocation and its bytes."""
         return lambda _, __: None
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
@@ -154,12 +154,12 @@ class VmmAllocation:
         return self._driver.file_id(self.descriptor)
 
     def share(self) -> bytes:
-        """Make the descriptor; return the fabric handle, or the placeholder for a descriptor among handles."""
+        """Export the descriptor; return the fabric handle, or the placeholder for a descriptor among handles."""
         self.descriptor = self.physical.export()
         return self.physical.export_fabric() or DESCRIPTOR
 
     def release(self) -> None:
-        """Release the memory. The device gets it back when no client has it, mapped or as a descriptor, either."""
+        """Release the memory. The device gets it back once no client has it mapped or has a descriptor of it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.physical.release()
@@ -200,14 +200,14 @@ def stored_as(ticket: int, number: int) -> str:
 class DeviceAllocator(WorkerThread[Allocate | Free]):
     """The broker's memory on one device, and the thread that allocates, clears, exports and frees it.
 
-    A ``Free`` that is submitted before its ``Allocate`` has finished still finds it done.
+    A ``Free`` that is submitted before its ``Allocate`` has finished is executed after it.
 
     Args:
-        driver: the device's; used on the thread alone.
+        driver: the driver of the device; only the thread uses it.
         device: the device.
         queue: receives the outcome of each request.
-        store: keeps descriptors of durable memory beyond this broker's life, if there is one.
-        watch: is told what becomes of the memory.
+        store: keeps descriptors of durable memory beyond this broker's life; None if there is no store.
+        watch: is told of allocated and freed memory.
     """
 
     def __init__(
@@ -227,17 +227,17 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         self._stored: set[int] = set()
         #: Tickets that stay allocated when this closes.
         self._left: set[int] = set()
-        #: By ticket and number.
+        #: The allocations, by ticket and number.
         self._pieces: dict[int, dict[int, IpcAllocation | VmmAllocation | AdoptedAllocation]] = {}
         super().__init__(f"device-{device.index}")
 
     def adopt(self, ticket: int, sizes: Mapping[int, int], descriptors: Mapping[int, Sequence[int]]) -> None:
-        """Take over the memory that an earlier broker allocated as ``ticket``; before any request is submitted.
+        """Take over the memory that an earlier broker allocated as ``ticket``; call this before :meth:`submit`.
 
         Args:
             ticket: the ticket.
             sizes: bytes of each allocation, by number.
-            descriptors: those of the same allocations.
+            descriptors: the descriptors of the same allocations.
         """
         self._stored.add(ticket)
         self._pieces[ticket] = {
@@ -256,7 +256,7 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         return bool(self._left)
 
     def physicals(self, ticket: int) -> tuple[Physical, ...]:
-        """Return the memory without addresses of a ticket that was reported allocated and is not to be freed yet."""
+        """Return the memory without addresses of a ticket, from its reported allocation until its free is submitted."""
         pieces = self._pieces[ticket].values()
         return tuple(piece.physical for piece in pieces if not isinstance(piece, IpcAllocation))
 
@@ -318,9 +318,9 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         raise ValueError(f"unknown share kind {request.share!r}")
 
     def _free(self, ticket: int, numbers: Sequence[int] = ()) -> int:
-        """Free memory of a ticket, by default all; return the bytes that the driver does not take back.
+        """Free memory of a ticket, by default all; return the bytes that the driver did not take back.
 
-        Nothing is done about what went with an earlier broker.
+        Allocations that ended with an earlier broker are ignored.
         """
         there = self._pieces.get(ticket, {})
         found = [number for number in numbers or tuple(there) if number in there]
@@ -338,7 +338,7 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
             told.append(self._watch.freeing(self._device.uuid))
         for allocation, piece in pieces.items():
             with self._logged():
-                if stored:  # while it has the descriptor, the device does not get the memory back
+                if stored:  # the device does not get the memory back while the store has it
                     stored.drop(stored_as(*allocation))
                 piece.release()
                 unfreed -= piece.nbytes
@@ -350,7 +350,7 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log what fails in a block: the rest of a ticket is to be freed."""
+        """Log an exception of a block and go on: the rest of a ticket is to be freed."""
         try:
             yield
         except DriverError as error:
@@ -367,11 +367,11 @@ WORKS = "every device takes part"
 class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
     """The broker's multicast objects, and the thread that makes and releases them.
 
-    An ``UnbindMulticast`` that is submitted before its ``BindMulticast`` has finished still finds it done.
+    An ``UnbindMulticast`` that is submitted before its ``BindMulticast`` has finished is executed after it.
 
     Args:
-        driver: the devices'; used on the thread alone.
-        memory: the devices' allocators, by UUID; a member's memory stays until its group is unbound.
+        driver: the driver of the devices; only the thread uses it.
+        memory: the devices' allocators, by UUID; a member's memory stays allocated until its group is unbound.
         queue: receives the outcome of each request.
     """
 
@@ -379,7 +379,7 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
         self._driver = driver
         self._memory = memory
         self._queue = queue
-        #: By group, what unbinds its memory and releases its objects.
+        #: The callbacks that unbind a group's memory and release its objects, by group.
         self._groups: dict[int, ExitStack] = {}
         #: Groups that stay bound when this closes.
         self._left: set[int] = set()
@@ -432,7 +432,7 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
         return MulticastBound(request.group, MULTICAST, WORKS, tuple(sizes), tuple(descriptors))
 
     def _unbind(self, group: int) -> None:
-        """Release a group's objects, if it has any. What the driver refuses to release is logged and given up."""
+        """Release a group's objects, if it has any. An object that the driver does not release is logged and lost."""
         try:
             if (objects := self._groups.pop(group, None)) is not None:
                 objects.close()

@@ -1,22 +1,23 @@
-"""The broker's memory that processes have mapped or open: compared with their leases now and then.
+"""Finds the broker's memory that processes have mapped or open, so that the ledger can compare it with their leases.
 
-Memory of emulated devices is files without a place in any folder, and the kernel tells under /proc which process refers
-to which file, by a mapping or a descriptor. A file is known by its device and inode, which no process can choose; its
-name only says which lines are worth a look. Unknown is what the kernel does not let this process read: that takes the
-same user and a process that is dumpable, or CAP_SYS_PTRACE (ptrace(2), "ptrace access mode checking"). Nor does the
-kernel show descriptors in flight in a socket, or those of a thread that has a descriptor table of its own.
+Memory of emulated devices consists of files without a path, and /proc shows which process refers to which file, by a
+mapping or a descriptor. A file is identified by its device and inode, which no process can choose; its name only
+selects the lines to parse. If the kernel does not let this process read the entries of another, what that one refers to
+is unknown: reading them requires the same user and a process that is dumpable, or CAP_SYS_PTRACE (ptrace(2), "ptrace
+access mode checking"). Descriptors in flight in a socket are not shown, nor those of a thread with a descriptor table
+of its own.
 
-Of a GPU's memory NVML (libnvidia-ml, which comes with the driver) has a figure for each process with a context: the
-bytes that count for it. Measured on an H200 with driver 580.159, with an exporter that had a context: while the
-exporter has memory, NVML counts it for no importer. From the moment that the exporter frees it, it counts for the
-process that still has it mapped or open, if that has a context; by legacy handle and by descriptor alike. So a process
-whose figure rises by exactly the size of a piece as that piece is freed keeps the piece, and has let go when its figure
-has fallen by as much. A broker that lends ``vmm`` memory alone has no context; tests/gpu/test_process_memory.py
-measures with and without.
+For a GPU, NVML (libnvidia-ml, a part of the driver) has a figure for each process with a context: the bytes of device
+memory that NVML counts for it. Measured on an H200 with driver 580.159, with an exporter that had a context: while the
+exporter has memory, NVML counts it for no importer. From the moment that the exporter frees it, NVML counts it for the
+process that still has it mapped or open, if that process has a context; by legacy handle and by descriptor alike. So if
+the figure of a process rises by exactly the size of an allocation as that is freed, the process keeps the allocation;
+it has released it when the figure has fallen by as much. A broker that lends only ``vmm`` memory has no context;
+tests/gpu/test_process_memory.py measures with and without one.
 
-That is evidence, and no proof: a process's own allocations are in the same figure. A process that allocates or frees
-exactly as much at the same moment is mistaken for one that keeps memory, or hides it. A holder without a context is in
-no figure. So a process of which nothing is seen is unknown.
+That is evidence, not proof: the figure includes a process's own allocations. A process that allocates exactly as much
+at the same moment is mistaken for one that keeps memory; one that frees as much hides that it keeps memory. A holder
+without a context has no figure. So a process for which nothing is seen is unknown.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ log = logging.getLogger(__name__)
 
 PROC = Path("/proc")
 
-_NAME = "/memfd:cubroker-"  #: How the names of the memory's files begin.
+_NAME = "/memfd:cubroker-"  #: The prefix of the names of the memory's files.
 _STARTTIME = 19  #: Where ``stat`` has the start time, counted after the name (proc_pid_stat(5), field 22).
 
 
 def references(pid: int, known: Collection[FileId]) -> set[FileId] | None:
-    """Return which of the ``known`` files a process has mapped or open; None if this process may not know.
+    """Return which of the ``known`` files a process has mapped or open; None if this process may not read that.
 
     Raises:
         ProcessLookupError: the process has ended.
@@ -81,7 +82,7 @@ def user(pid: int) -> int:
 
 
 def started(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None if it has ended. Pid and start name one process."""
+    """Return when a process started, in the kernel's ticks; None if it has ended. Pid and start identify a process."""
     try:
         stat = (PROC / str(pid) / "stat").read_bytes()
     except OSError:
@@ -90,7 +91,7 @@ def started(pid: int) -> int | None:
 
 
 def _referred(place: Path) -> Iterator[FileId]:
-    """Yield the memory files that a process refers to. Once its first thread has ended, only the others have any."""
+    """Yield the memory files that a process refers to. After the end of its first thread, only the others list any."""
     if maps := (place / "maps").read_bytes():
         yield from _files(maps)
         yield from _open(place)
@@ -108,7 +109,7 @@ def _files(maps: bytes) -> Iterator[FileId]:
     mark = f" {_NAME}".encode()
     at = maps.find(mark)
     while at >= 0:
-        # A path that contains the mark further on belongs to another file, which is not a known one.
+        # If a path contains the mark further on, the line is of another file, whose inode is not a known one.
         _, _, _, device, inode, *_ = maps[maps.rfind(b"\n", 0, at) + 1 : at].split(None, 5)
         major, minor = (int(part, 16) for part in device.split(b":"))
         yield FileId(os.makedev(major, minor), int(inode))
@@ -127,7 +128,7 @@ def _open(place: Path) -> Iterator[FileId]:
 
 
 class FilePart(NamedTuple):
-    """The memory that one file is."""
+    """The allocation whose memory a file is."""
 
     allocation: AllocationId
     nbytes: int
@@ -164,7 +165,7 @@ class FileWatch(MemoryWatch):
                 del files[oldest], self._parts[oldest]
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
-        """Return the memory that processes refer to; None for a client of which the kernel does not tell."""
+        """Return the memory that processes refer to; None for a client whose entries in /proc cannot be read."""
         with self._lock:
             known = dict(self._parts)
         others = set[tuple[int, int]]()
@@ -182,7 +183,7 @@ class FileWatch(MemoryWatch):
             client = (pid, uid) in clients
             if files is not None:
                 everything |= files
-                if client or user(pid) == uid:  # a client's pidfd says that it is still the same process
+                if client or user(pid) == uid:  # a client's pidfd proves that it is still the same process
                     looked.append(ProcessMemory(pid, uid, _by_allocation(files, known)))
             elif client:
                 looked.append(ProcessMemory(pid, uid, None))
@@ -201,39 +202,41 @@ class SessionProcess(NamedTuple):
     """A process that has a session."""
 
     pid: int
-    #: The user, as the session has it.
+    #: The user of the session.
     uid: int
     #: -1 once the process has ended.
     pidfd: int
 
 
 class CheckRequest(NamedTuple):
-    """The processes to look at: these, by process id and user, and all others of these users."""
+    """The processes to look at: ``clients``, by process id and user, and all other processes of ``users``."""
 
     clients: frozenset[tuple[int, int]]
     users: frozenset[int]
 
 
 class MappedChecks(WorkerThread[CheckRequest]):
-    """Has the ledger told what processes have mapped and open: regularly, and soon after leases end.
+    """Reports to the ledger what processes have mapped and open: regularly, and soon after leases end.
 
     Reading /proc takes a while, so the thread does it; all else here runs on the broker's loop. A check goes through
-    the broker's queue: :class:`MappedCheckDue` leads to :meth:`begin`, and :class:`MappedCheckDone` to :meth:`finish`.
+    the broker's queue: for :class:`MappedCheckDue` the broker calls :meth:`begin`, for :class:`MappedCheckDone`
+    :meth:`finish`.
 
-    Processes without a session count as well, so that hanging up hides nothing; but not those of root and of the
-    broker's user, which hold the broker's memory by duty, such as its keeper and process 1.
+    Processes without a session are checked as well, so that a process hides nothing by closing its session. Those of
+    root and of the broker's user are not, since some hold the broker's memory by duty: its keeper, or process 1.
 
     Args:
         queue: the broker's.
         watch: looks at the processes.
-        seconds: from one check to the next; 0: no checks.
+        seconds: from one check to the next; 0 disables checks.
     """
 
     SOON = 0.2
     """Seconds from the end of a lease to the next check: other leases may end with it."""
 
     REST_FACTOR = 20
-    """A pause lasts at least this many times as long as the check before: a twentieth of a processor at most."""
+    """A pause lasts at least this many times as long as the check before it: checks use a twentieth of a processor at
+most."""
 
     MAX_USERS = 4096
     """Users whose processes without a session are looked at. Past it the earliest are forgotten."""
@@ -249,16 +252,16 @@ class MappedChecks(WorkerThread[CheckRequest]):
         #: The loop's time before which no check begins.
         self._rested = 0.0
         self._running = False
-        #: Another check is wanted soon after the one that runs.
+        #: Whether another check is wanted soon after the one that runs.
         self._again = False
-        #: The one that runs began before checks were switched off.
+        #: Whether the check that runs began before checks were disabled.
         self._void = False
         self._stopped = False
         super().__init__("mapped-checks")
         self._schedule(seconds)
 
     def adjust(self, seconds: float) -> None:
-        """Change the time from one check to the next; without checks nothing is known any more."""
+        """Change the time from one check to the next; if checks are disabled, forget what the last one found."""
         self._seconds = seconds
         self._watch.adjust(looked_at=seconds > 0)
         if not seconds:
@@ -287,13 +290,13 @@ class MappedChecks(WorkerThread[CheckRequest]):
         self._timer = None
         clients = _living(sessions)
         if self._running or self._stopped or not self._seconds or not (clients or self._users):
-            return  # the next session that opens leads to another
+            return  # the next session that opens schedules another check
         self._running, self._again, self._void = True, False, False
         self._queue.put(ProcessScanStarted())
         self.submit(CheckRequest(frozenset(clients), frozenset(self._users)))
 
     def finish(self, done: MappedCheckDone, sessions: Iterable[SessionProcess]) -> None:
-        """Tell the ledger what a check found, except of clients that have ended: their numbers may be others' now."""
+        """Tell the ledger what a check found, except of clients that have ended: others may have their pids now."""
         self._running = False
         if self._stopped:
             return
@@ -305,7 +308,7 @@ class MappedChecks(WorkerThread[CheckRequest]):
         self._schedule(self.SOON if self._again else self._seconds)
 
     def stop(self) -> None:
-        """Tell the ledger nothing more; the thread goes on until :meth:`close`."""
+        """Tell the ledger nothing more; the thread runs until :meth:`close`."""
         self._stopped = True
         self._schedule(0)
 
@@ -347,11 +350,11 @@ _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _NOT_AVAILABLE = (1 << 64) - 1
 
 _ROOM, _MORE_ROOM = 64, 16
-"""Processes for which there is room at first, and that may start while the room is being enlarged."""
+"""Processes that the first buffer has room for, and processes that may start before a larger one is filled."""
 
 
 class NvmlError(Exception):
-    """A function failed: its name, and the number that it returned."""
+    """A function of NVML failed: its name, and the number that it returned or the reason why it was not called."""
 
 
 class _ProcessInfo(ctypes.Structure):
@@ -366,13 +369,13 @@ class _ProcessInfo(ctypes.Structure):
 
 
 class Nvml:
-    """NVML's figures, by three of its functions. It makes no context and takes no GPU memory.
+    """NVML's figures, read with three of its functions. NVML makes no context and uses no GPU memory.
 
-    It is called through ctypes: the functions and their structs have kept their shape, so no package is needed.
+    The library is called through ctypes: its functions and structs do not change, so no package is needed.
 
     Raises:
-        OSError: the library is not there, as where there is no driver.
-        NvmlError: it does not work here.
+        OSError: the library does not exist, for example because there is no driver.
+        NvmlError: the library cannot be initialised.
     """
 
     def __init__(self) -> None:
@@ -381,10 +384,10 @@ class Nvml:
         self._devices: dict[str, ctypes.c_void_p] = {}
 
     def processes(self, uuid: str) -> dict[int, int]:
-        """Return the bytes of a device's memory that count for each process that has a context on it.
+        """Return the bytes of a device's memory that NVML counts for each process that has a context on it.
 
         Raises:
-            NvmlError: NVML does not tell, or does not know the device.
+            NvmlError: NVML has no figures, or does not know the device.
         """
         device = self._device(uuid)
         room = _ROOM
@@ -424,7 +427,7 @@ class Retention:
     #: When the process started, in the kernel's ticks.
     began: int
     device: str
-    #: The largest figure since, less the bytes that the process has let go of.
+    #: The largest figure since this record was made, less the bytes that the process has released.
     peak: int
     #: Each allocation that it keeps and its bytes, the oldest first.
     pieces: deque[tuple[AllocationId, int]] = field(default_factory=partial(deque, maxlen=MAX_PIECES))
@@ -435,7 +438,7 @@ class Retention:
         self.peak += nbytes
 
     def see(self, figure: int) -> None:
-        """Note the figure now: the process has let go of as much as it has fallen by, the oldest pieces first."""
+        """Note the present figure. If it has fallen, the process has released as much, the oldest pieces first."""
         self.peak = max(self.peak, figure)
         while self.pieces and self.peak - figure >= self.pieces[0][1]:
             self.peak -= self.pieces.popleft()[1]
@@ -450,11 +453,11 @@ class NvmlWatch(MemoryWatch):
         self._keepers: dict[tuple[str, int], Retention] = {}
 
     def adjust(self, *, looked_at: bool) -> None:
-        """Ask for no figures as memory is freed while nothing looks at them; what is known stays known."""
+        """Note whether :meth:`look` will be called; if not, frees read no figures. What is known stays known."""
         self._looked_at = looked_at
 
     def freeing(self, device: str) -> Callable[[AllocationId, int], None]:
-        """Note the figures before memory is freed; the result compares them after each piece, of so many bytes."""
+        """Note the figures before memory is freed; the result compares them after each freed allocation."""
         before = self._figures(device) if self._looked_at else None
 
         def freed(allocation: AllocationId, nbytes: int) -> None:
@@ -470,7 +473,7 @@ class NvmlWatch(MemoryWatch):
         return freed
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
-        """Return what processes keep of freed memory; of a client that keeps none, None: it is unknown."""
+        """Return the freed memory that processes keep; None for a client that is not known to keep any."""
         memory: dict[int, dict[AllocationId, int]] = {}
         with self._lock:
             figures = {device: self._figures(device) for device in {device for device, _ in self._keepers}}
@@ -505,7 +508,7 @@ class NvmlWatch(MemoryWatch):
             return None
 
     def _figures(self, device: str) -> Mapping[int, int] | None:
-        """Return the figure of every process on a device; None if NVML does not tell."""
+        """Return the figure of every process on a device; None if NVML reports none."""
         try:
             return self.nvml.processes(device) if self.nvml else None
         except NvmlError as error:

@@ -1,6 +1,6 @@
-"""The ways in: the session socket, sessions, requests, replies, and the gateway process.
+"""How clients reach the broker: the session socket, sessions, requests, replies, and the gateway process.
 
 Imports ``protocol``, the ledger and its events, the queue, the store, and ``driver.system_calls``. Imported by the
-broker, ``main`` and ``takeover``; its helpers for sockets and credentials by ``config``, ``monitoring`` and ``cli``,
-too.
+broker, ``main`` and ``takeover``; ``config``, ``monitoring`` and ``cli`` import its helpers for sockets and
+credentials.
 """

@@ -1,9 +1,10 @@
-"""How a client comes to a session: its greeting on the session socket, its admission, its welcome, and its end.
+"""Opens and closes sessions: a client's greeting on the session socket, its admission, its welcome, and its end.
 
-:class:`Listener` accepts connections, and passes on the clients that greet properly and in time. :class:`Sessions`
-admits each of them in steps: the ledger lets its user have one more, the loop watches its process and connection, the
-store (if there is one) has its descriptors, the ledger and the journal have it. Only then its client hears that it is
-open. A step that fails turns the client away with the reason, and undoes the steps before it.
+:class:`Listener` accepts connections, and passes on the clients that send a valid greeting in time. :class:`Sessions`
+admits each of them in steps: the ledger allows its user another session; the loop watches its process and connection;
+the store (if there is one) stores its descriptors; the ledger and the journal record the session. Only then does the
+broker tell the client that its session is open. If a step fails, the broker undoes the earlier ones and tells the
+client the reason.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ MAX_HELLO = 4096  #: Bytes of a greeting.
 PATIENCE = 10.0  #: Seconds that a peer may take to greet.
 
 MAX_PENDING = 256
-"""Connections that have not greeted yet. A client that greets at once is served, however many others do not."""
+"""Most connections without a greeting. A client that greets immediately is served, however many others do not."""
 
-PAUSE = 1.0  #: Seconds without accepting after the system refused, mostly because no descriptors were left.
+PAUSE = 1.0  #: Seconds without accepting after a call failed, in most cases because no descriptors were left.
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -79,7 +80,7 @@ class Listener:
         self._paused = False
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections."""
         self._resume = None
         try:
             self._loop.add_reader(self._listener, self._accept)
@@ -87,7 +88,7 @@ class Listener:
             self._pause(error)
 
     def close(self) -> None:
-        """Accept no more, and refuse the connections that have not greeted yet."""
+        """Stop accepting, and refuse the connections that have not greeted yet."""
         if self._resume:
             self._resume.cancel()
         self._loop.remove_reader(self._listener)
@@ -105,7 +106,7 @@ class Listener:
         try:
             peer = identify(connection)
         except ProcessLookupError:
-            return connection.close()  # it holds nothing, so there is nothing to release
+            return connection.close()  # the process is gone, and there is nothing to release
         except CubrokerError as error:
             _send(connection, error)
             return connection.close()
@@ -128,7 +129,7 @@ class Listener:
         return None
 
     def _pause(self, error: OSError) -> None:
-        """Leave connections in the backlog for a while: trying again at once would take all the time there is."""
+        """Leave connections in the backlog for a while: retrying immediately would keep the loop busy."""
         if not self._paused:
             log.error("no new sessions for now: %s", explain(error))
         self._paused = True
@@ -180,7 +181,7 @@ class Listener:
 
 
 def answer_ping(ping: ClientGreeted, obstacle: str) -> None:
-    """Tell a client that the broker serves, or the ``obstacle`` at the moment, and close its connection."""
+    """Tell a client that the broker serves, or the ``obstacle`` that prevents it now, and close the connection."""
     with suppress(OSError):  # the client has gone
         ping.connection.send(wire.pack(Pong(ping.version, obstacle)))
     os.close(ping.peer.pidfd)
@@ -188,10 +189,10 @@ def answer_ping(ping: ClientGreeted, obstacle: str) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
-    """Return a greeting, and the process that it names: in general its sender, as :func:`verify` explains.
+    """Return a greeting, and the process that its credentials name: in general its sender, as :func:`verify` explains.
 
-    The credentials come first and fill the room for what comes along: the kernel drops any descriptors, so that none is
-    ever held.
+    The credentials come first and fill the buffer for ancillary data, so the kernel drops any descriptors and the
+    broker never holds them.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     data, along, _, _ = connection.recvmsg(MAX_HELLO + 1, socket.CMSG_LEN(CREDENTIALS.size))
@@ -204,7 +205,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
 
 
 def _read(data: bytes) -> tuple[Hello, int]:
-    """Return a greeting, and the newest protocol version of it that is known here."""
+    """Decode a greeting; return it, and the newest protocol version that client and broker have in common."""
     if len(data) > MAX_HELLO:
         raise Invalid(f"a greeting has at most {MAX_HELLO} bytes")
     hello = wire.unpack(data, Hello)
@@ -219,7 +220,7 @@ def _read(data: bytes) -> tuple[Hello, int]:
 def _send(connection: socket.socket, error: CubrokerError) -> None:
     try:
         connection.send(wire.pack(Refused(error.code, error.message)))
-        # A greeting that is unread when the connection closes would be an error, which comes before the refusal.
+        # If the greeting were unread at the close, the client would get an error before it could read the refusal.
         connection.recv(1)
     except OSError as failure:
         log.debug("a refusal was not delivered, or nothing came: %s", failure)
@@ -229,17 +230,17 @@ class Sessions:
     """Admits sessions, welcomes them, and forgets them.
 
     Args:
-        queue: gets what happens to sessions.
-        ledger: says who may open a session.
-        requests: takes the requests of sessions.
-        driver: clients build theirs from its text.
-        store: keeps the descriptors of sessions, if there is one.
-        log: writes sessions down for the next broker, if there is a store.
+        queue: receives the events of sessions.
+        ledger: decides who may open a session.
+        requests: decodes the requests of sessions.
+        driver: its ``spec`` is in every welcome, and clients build their driver from that.
+        store: keeps the descriptors of sessions; None if there is no store.
+        log: records sessions for the next broker; None if there is no store.
 
     Attributes:
         by_number: the sessions, by number.
-        unwelcomed: those whose clients have not heard yet that they are open, by the name under which they are stored.
-        rejections: logs what clients are refused.
+        unwelcomed: the sessions whose clients have not been told that they are open, by their name in the store.
+        rejections: logs refusals.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class Sessions:
         self._unstored: set[str] = set()
 
     def open(self, greeted: ClientGreeted, *, journal_full: bool) -> SessionOpened | CubrokerError:
-        """Begin to admit a client; return what the ledger is to be told, or why the client was turned away."""
+        """Begin to admit a client; return the event for the ledger, or the error that turned the client away."""
         number, peer = next(self._numbers), greeted.peer
         session = SessionConnection(number, greeted.connection, peer, self._queue, self.rejections, greeted.version)
         refusal = self._ledger.admission_error(peer.uid, verified=peer.verified)
@@ -294,7 +295,7 @@ class Sessions:
             self._log.opened(session, welcomed=True)
 
     def stored(self, reply: StoreReplied) -> ProcessExited | None:
-        """Note what the store replied; return what the ledger is to be told of a session that is not stored."""
+        """Process a reply of the store; if it refused a session, return the event that ends it in the ledger."""
         self._unstored.discard(reply.name)
         session = self.unwelcomed.get(reply.name)
         if reply.error is None or session is None:  # it is stored, or has ended since
@@ -302,13 +303,13 @@ class Sessions:
         return self.reject(session, not_stored(reply.error))
 
     def reject(self, session: SessionConnection, error: CubrokerError) -> ProcessExited:
-        """Turn away a client whose session the ledger may have; return what the ledger is to be told."""
+        """Turn away a client whose session the ledger may have; return the event that ends it there."""
         self.unwelcomed.pop(label(session.number), None)
         self._turn_away(session, error)
         return ProcessExited(session.number)
 
     def not_opened(self, number: int, error: Exception) -> list[ForgetSession]:
-        """Turn away a client whose session the ledger could not take, and undo what was done for it."""
+        """Turn away a client whose session the ledger failed to open, and undo the earlier steps."""
         reason = f"the broker itself failed at opening this session: {error!r}; its log says more"
         exited = self.reject(self.by_number[number], InternalFailure(reason))
         if self._ledger.holder(number) is None:
@@ -317,7 +318,7 @@ class Sessions:
         return []
 
     def welcome_stored(self) -> None:
-        """Welcome the clients whose sessions are stored and written down."""
+        """Welcome the clients whose sessions are in the store; the caller has written the journal."""
         for name, session in list(self.unwelcomed.items()):
             if name not in self._unstored:
                 del self.unwelcomed[name]
@@ -333,7 +334,7 @@ class Sessions:
             session.notify(Draining(why))
 
     def end(self, number: int) -> None:
-        """Take no more requests of a session, and strike it out of the journal; :meth:`forget` follows."""
+        """Accept no more requests of a session, and remove it from the journal; :meth:`forget` follows."""
         session = self.by_number[number]
         self.unwelcomed.pop(label(number), None)
         self._requests.leave(session)
@@ -353,8 +354,8 @@ class Sessions:
             session.notify(notice)
 
     def _obstacle(self, session: SessionConnection, *, journal_full: bool) -> CubrokerError | None:
-        """Watch and store a session; return why the broker would not hear of its end, or would lose it, or None."""
-        if journal_full:  # nor has the store forgotten what ended, so it may be full
+        """Watch and store a session; return None, or why its end would not be noticed or a restart would lose it."""
+        if journal_full:  # the store may be full, too: it still has sessions that ended
             return Unavailable("the broker's host has no memory left for the journal; try again later")
         name = label(session.number)
         try:
@@ -381,7 +382,7 @@ class Sessions:
 
 
 def not_stored(error: Unavailable) -> Unavailable:
-    """Return why a session is refused that the store does not take."""
+    """Return the error for a session that the store refused."""
     return Unavailable(
         f"this session would not outlive the broker: {error.message}; try again later, or have the operator"
         f" of the broker see to its store, systemd or cubroker keep"

@@ -1,11 +1,10 @@
-"""Expensive work in short steps: users take turns, and cheap requests wait for one step at most.
+"""Does expensive work in short steps: users take turns, and cheap requests wait for one step at most.
 
 Work is expensive if it takes a millisecond or more: checking a layout, listing a thousand pools, sending a layout of
-megabytes. It runs on the broker's loop all the same, where it needs no locks and no second thread fights it for the
-interpreter: one step, then everything else that the loop has to do, for at least as long as the step took if there is
-that much, then the next step. The turn is that of the user with the least loop time so far, and within a user the
-sessions take turns, job by job. The jobs of one session run in the order in which they came. A session that ends takes
-its jobs with it.
+megabytes. It runs on the broker's loop all the same, where it needs no locks and does not compete with another thread
+for the interpreter. After a step the loop does its other work, for at least as long as the step took if there is that
+much, and then the next step. Each turn goes to the user who has used the least loop time. The sessions of a user take
+turns, job by job. The jobs of one session run in the order of their arrival, and are dropped when the session ends.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class _Current:
 class _User:
     """The jobs of one user."""
 
-    #: Seconds of the loop's time that the user has had.
+    #: Seconds of the loop's time that the user has used.
     spent: float
     #: The jobs that wait, by session, the next session first, and by request.
     lines: dict[Hashable, dict[int, Job]] = field(default_factory=dict)
-    #: The job under way; one per user, so the memory that jobs take in between is taken once for each user.
+    #: The job under way. A user has one at most, and so the memory of one unfinished job.
     current: _Current | None = None
 
     @property
@@ -86,21 +85,21 @@ class FairQueue:
         loop: the event loop of ``queue``.
 
     Attributes:
-        paused: whether no step is made.
+        paused: whether steps are suspended.
     """
 
     def __init__(self, queue: EventQueue, loop: asyncio.AbstractEventLoop) -> None:
         self._queue = queue
         self._loop = loop
         self._users: dict[int, _User] = {}
-        self._now = 0.0  # the loop time that the user served last had had
+        self._now = 0.0  # the loop time that the user of the last step had used before it
         self._armed = False
         self.paused = False
         self._round = 0.0  # when the last round of the loop began, or the step in it ended
-        self._due = 0.0  # when the rest of the loop has had as long as the last step
+        self._due = 0.0  # when the loop's other work has had as long as the last step
 
     def put(self, uid: int, owner: Hashable, number: int, job: Job) -> None:
-        """Add a job for request ``number`` of a session; it begins at once if no other job had this round of the loop.
+        """Add a job for request ``number`` of a session; it begins immediately if this round of the loop had no step.
 
         A request has one job at a time: a second one is dropped.
         """
@@ -125,9 +124,9 @@ class FairQueue:
         return current is not None and (current.owner, current.number) == (owner, number)
 
     def step(self) -> Iterator[Outcome]:
-        """Make the next step, and yield what a job that ends in it leads to.
+        """Make the next step; if a job ends in it, yield the job's outcome.
 
-        The time that the caller takes for the outcome, before it comes back for more, counts for the job's user.
+        The time that the caller spends on the outcome, until it resumes this iterator, counts for the job's user.
         """
         if not self._users or self.paused:
             return
@@ -161,7 +160,7 @@ class FairQueue:
         self.paused = True
 
     def resume(self) -> None:
-        """Go on."""
+        """Make steps again."""
         self.paused = False
         if self._users and not self._armed:
             self._arm()
@@ -175,7 +174,7 @@ class FairQueue:
         self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Have the next step made after an idle round of the loop, or once the rest had as long as the last step."""
+        """Schedule the next step after an idle round, or once other work has had as long as the last step."""
         began, self._round = self._round, perf_counter()
         if self._round - began > IDLE_ROUND and self._round < self._due:
             self._loop.call_soon(self._look)

@@ -1,12 +1,12 @@
-"""How broker and gateway talk over their socketpair: batches of routing ids and frames.
+"""The format of the socketpair between broker and gateway: batches of routing ids and frames.
 
-One batch is a msgpack array of byte strings, which alternate: routing id, frame, routing id, frame. A large request
-comes in pieces, so that small ones get in between: three byte strings, routing id, piece, and whether it is the last.
-Each side reads only what the other one wrote, so the shape is checked and the rest is trusted. The empty batch says
-that the gateway listens.
+One batch is a msgpack array of byte strings, which alternate: routing id, frame, routing id, frame. The gateway sends a
+large request in pieces, so that small requests can be sent between them. A piece is a batch of three byte strings:
+routing id, piece, and whether it is the last. Only broker and gateway write to the socketpair, so each checks the shape
+of a batch and trusts the rest. An empty batch reports that the gateway listens.
 
-The gateway forwards frames and reads none, so nothing here imports the protocol: that would double what a gateway
-takes to start.
+The gateway forwards frames without decoding them, so this module does not import the protocol: the import would double
+the time that a gateway takes to start.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from operator import call
 import msgpack
 
 MAX_MESSAGES = 256
-"""Messages of one batch that the gateway sends: enough to pay for a wake-up, few enough to answer soon."""
+"""Most messages in a batch that the gateway sends: enough to be worth a wake-up, few enough to answer soon."""
 
 FULL = 1 << 20  #: Bytes of frames after which a batch takes no further message.
-PIECE = 128 << 10  #: Bytes of a piece: as much as the kernel takes at once.
+PIECE = 128 << 10  #: Bytes of a piece: as many as the kernel accepts in one call.
 
-READ = 256 << 10  #: Bytes that are read at once: the kernel has less, unless somebody raised its ``wmem_default``.
+READ = 256 << 10  #: Bytes of one read: the kernel buffers fewer, unless somebody raised its ``wmem_default``.
 
 MORE, LAST = b"more", b"last"
 
@@ -30,12 +30,13 @@ MAX_FRAME = 20 << 20  #: Bytes of a frame: ``MAX_MESSAGE`` of the protocol.
 MAX_BATCH = 64 << 20  #: Bytes. No honest batch is larger: both sides begin another once one is full.
 
 MAX_FRAMES = 1 << 19
-"""Frames of one batch, which room is made for as soon as one promises them. An answer has 8 bytes at least."""
+"""Most byte strings in a batch: the decoder allocates as many places as the header announces. A reply has 8 bytes or
+more."""
 
 assert FULL // 8 * 2 < MAX_FRAMES
 assert MAX_BATCH > FULL + MAX_FRAME
 
-_BUFFER = 2 * READ  #: Bytes that a decoder has room for at first, and keeps.
+_BUFFER = 2 * READ  #: Bytes of a decoder's buffer at first, and again after a larger batch.
 
 Part = bytes | memoryview | Callable[[], bytes]
 """A routing id or a frame; or a function that makes a long frame when it is sent."""
@@ -47,10 +48,10 @@ def encode(frames: Sequence[Part]) -> bytes:
 
 
 def room() -> memoryview:
-    """Return room for :data:`READ` bytes, which a reader keeps for all its reads.
+    """Return a buffer of :data:`READ` bytes, which a reader uses for all its reads.
 
-    A block of its own for each read is cut to what came, and lies at the start of a free one. glibc keeps hundreds of
-    small blocks for the next of their size and joins none of them to what is free beside it: its heap grew by holes.
+    A new buffer for each read would be cut to the bytes received, and leave a small block at the start of a free one.
+    glibc caches hundreds of small blocks by size and does not merge them with free neighbours: its heap fragmented.
     """
     return memoryview(bytearray(READ))
 
@@ -76,19 +77,19 @@ class BatchDecoder:
             max_map_len=0,
             max_ext_len=0,
         )
-        self._fed = self._read = 0  # bytes: all of them, and those of whole batches
-        self._grown = False  # whether the buffer may be larger than it was
+        self._fed = self._read = 0  # bytes: all that were fed, and those of whole batches
+        self._grown = False  # whether the buffer may be larger than at first
 
     @property
     def within(self) -> bool:
-        """Whether the stream has come to the middle of a batch that is larger than most."""
+        """Whether more than :data:`FULL` bytes of an incomplete batch have been fed."""
         return self._fed - self._read > FULL
 
     def feed(self, data: bytes | memoryview) -> list[list[bytes]]:
         """Add received bytes and return the batches that are whole now.
 
         Raises:
-            ValueError: these are no batches; the stream cannot be used any more.
+            ValueError: the bytes are not batches; the stream cannot be used any more.
         """
         self._fed += len(data)
         self._grown = self._grown or self._fed - self._read > _BUFFER
@@ -104,5 +105,5 @@ class BatchDecoder:
             if not isinstance(batch, list) or not all(type(frame) is bytes for frame in batch):
                 raise ValueError(f"no batch of byte strings, but {type(batch).__name__}")
         if self._grown and self._fed == self._read:
-            self._begin()  # the buffer is as large as the largest batch was, and does not shrink
+            self._begin()  # the buffer has grown to the largest batch, and does not shrink
         return batches

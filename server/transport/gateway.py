@@ -1,16 +1,15 @@
 """The gateway: a process that holds the ZeroMQ socket and nothing else.
 
 It forwards whole requests to the broker, and the broker's replies to the clients, in batches. It is a process of its
-own since any permitted peer can bring libzmq down, by running it out of descriptors or memory or into one of its
-assertions, and GPU memory must not go down with it. Its cost is bounded: it has its own limits, reads no further
-request while the broker has not taken the last batch, and drops replies for a client that does not read. libzmq counts
-a client's replies, and not their bytes; so as many empty messages follow a large reply as make it count for its bytes.
+own since any permitted peer can crash libzmq, by exhausting its descriptors or memory or by triggering one of its
+assertions, and GPU memory must survive that. Its cost is bounded: it has its own limits, stops reading requests while
+the broker does not take them, and drops replies for a client that does not read. libzmq counts a client's replies and
+not their bytes, so the gateway sends empty messages after a large reply, in proportion to the reply's size.
 
-Small requests go first. libzmq takes one message after the other from all clients in turn, of any size, and a
-layout of ten megabytes is on its way to the broker for as long as thousands of other requests. So the gateway reads on
-while it forwards, and sets large requests aside: they go in pieces, one after each batch of small ones, and clients
-take turns with theirs. What a client has set aside is bounded; a request past that is dropped, and its client sends it
-again.
+Small requests go first. libzmq delivers messages of any size from all clients in turn, and forwarding a layout of ten
+megabytes takes as long as forwarding thousands of other requests. So the gateway reads on while it forwards, and sets
+large requests aside. It forwards them in pieces, one piece after each batch of small requests, and clients take turns.
+What is set aside for a client is bounded; a request past the bound is dropped, and its client sends it again.
 
 :mod:`cubroker.server.transport.gateway_process` starts it as ``python -m cubroker.server.transport.gateway PIPE
 LISTENER PATH``; the first two are inherited descriptors. It ends when the broker's end of the pipe closes, and the
@@ -45,12 +44,12 @@ from cubroker.server.transport import framing
 
 MAX_DESCRIPTORS = 65_536
 MAX_MEMORY = 2 << 30
-"""Bytes of data. libzmq collects a multipart message without end in memory; past this it ends the process."""
+"""Bytes of data. libzmq collects an endless multipart message in memory; past this limit it ends the process."""
 
 HIGH_WATER = 1024  #: Messages queued per client, each way.
 
 WEIGHT = 64 << 10
-"""Bytes of a reply that count as one message, so that a client which does not read has 64 MiB and one reply waiting."""
+"""Bytes of a reply that count as one message, so that 64 MiB and one reply wait for a client which does not read."""
 
 HANDSHAKE = 10_000  #: Milliseconds that a peer may take to begin speaking ZMTP.
 
@@ -71,9 +70,9 @@ class Intake:
         self._router = router
         self._small: list[bytes] = []  # routing ids and frames, as they travel
         self._room = framing.FULL
-        self._large: dict[bytes, deque[zmq.Frame]] = {}  # by routing id, whose turn is next first
+        self._large: dict[bytes, deque[zmq.Frame]] = {}  # by routing id, in the order of turns
         self._aside = 0
-        self._current: tuple[bytes, memoryview] | None = None  # the large one that is under way, and what is left of it
+        self._current: tuple[bytes, memoryview] | None = None  # routing id and rest of the large one under way
         self._piece_is_next = False
 
     def __bool__(self) -> bool:
@@ -86,7 +85,7 @@ class Intake:
         return self._room <= 0 or len(self._small) >= 2 * framing.MAX_MESSAGES
 
     def receive(self) -> None:
-        """Receive the requests that are there, up to as many as a batch has."""
+        """Receive the requests that have arrived, up to as many as a batch has."""
         receive = self._router.recv
         for _ in range(framing.MAX_MESSAGES):
             if self.full:
@@ -95,9 +94,9 @@ class Intake:
                 routing = receive(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = receive(copy=False)  # which says whether there is more, and sooner than the socket does
+            message = receive(copy=False)  # the frame tells faster than the socket whether more follow
             if message.more:
-                self._router.recv_multipart()  # requests have one frame: drop the rest and the whole
+                self._router.recv_multipart()  # a request has one frame: drop the whole message
             elif len(message) > LARGE:
                 self._set_aside(routing, message)
             else:
@@ -106,7 +105,7 @@ class Intake:
                 self._room -= len(frame)
 
     def batch(self) -> Sequence[Buffer]:
-        """Return the next batch, which is empty if there is nothing: all small requests, or a piece of a large one."""
+        """Return the next batch: all small requests, or a piece of a large one; empty if nothing waits."""
         if self._piece_is_next or not self._small:
             self._piece_is_next = False
             if self._current or self._large:
@@ -119,7 +118,7 @@ class Intake:
         line = self._large.get(routing, ())
         size = len(message)
         if sum(map(len, line)) + size <= MAX_ASIDE and self._aside + size <= MAX_ALL_ASIDE:
-            self._large.setdefault(routing, deque()).append(message)  # as it is: copying it would take milliseconds
+            self._large.setdefault(routing, deque()).append(message)  # uncopied: a copy would take milliseconds
             self._aside += size
 
     def _piece(self) -> Sequence[Buffer]:
@@ -161,7 +160,7 @@ class Gateway:
             answered = ready.get(self._pipe.fileno(), zmq.POLLOUT) != zmq.POLLOUT
             if answered and not self._read():
                 return
-            # A large reply comes in many pieces, and holds up all after it: its next piece precedes the next requests.
+            # A large reply takes many reads, and delays all later ones, so no requests are received until it is whole.
             if self._router in ready and not (answered and self._inbound.within):
                 self._intake.receive()
             if not self._unsent and (frames := self._intake.batch()):
@@ -170,7 +169,7 @@ class Gateway:
                 self._write()
 
     def _read(self) -> bool:
-        """Deliver what the broker sent; False at its end."""
+        """Deliver the replies that the broker sent; False if its end has closed."""
         try:
             size = self._pipe.recv_into(self._received)
         except ConnectionError:
@@ -180,7 +179,7 @@ class Gateway:
         return size > 0
 
     def _write(self) -> None:
-        # Full: there will be room. Broken: the broker is gone, which the next read shows.
+        # If the pipe is full, there will be room later. If it is broken, the next read shows that the broker is gone.
         with suppress(BlockingIOError, ConnectionError):
             self._unsent = self._unsent[self._pipe.send(self._unsent) :]
 

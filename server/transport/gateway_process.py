@@ -3,18 +3,19 @@
 A gateway that dies is replaced. The listening socket of ``broker.zmq`` belongs to the broker, and every gateway gets a
 duplicate of it: a client that connects while there is no gateway waits in the socket's backlog for the next one.
 
-A gateway may also hang and stay: stopped by a signal, or with libzmq stuck while its end of the pipe still answers.
-Nothing ends then, so nothing is noticed, and no request comes through. So the broker is a client of its own gateway.
-It sends a question to the request socket; libzmq and the gateway bring that to the broker, whose
-:class:`GatewayConnection` sends it back at once; and it has to come out of the request socket again. A gateway that
-brings none of several questions back is killed. Nothing but that answer counts, and a gateway is not blamed for others:
+A gateway may also hang: stopped by a signal, or with libzmq stuck while its end of the pipe still answers. Then nothing
+ends that the broker would notice, and no request arrives. So the broker is also a client of its own gateway. It sends a
+question to the request socket; libzmq and the gateway forward it to the broker, whose :class:`GatewayConnection` sends
+it back immediately; and the request socket must return it. A gateway that returns none of :data:`UNANSWERED` questions
+is killed. No other sign of life counts, and a gateway is not blamed for the faults of others:
 
-* Time is counted in questions, one for each turn of the broker's own loop that is due. A broker that was stopped, or a
-  machine that was suspended, has one turn when it resumes, however long that took.
-* While the pipe has something that the broker has not read, the answer may wait for the broker. While the gateway is
-  behind with replies and takes some, it works (:meth:`GatewayConnection.waits`).
-* A flood may keep the broker out of the request socket's backlog, as it does others. Until the broker is in there, a
-  gateway has as long as for its start. The connection is kept from then on, and libzmq reads from each in turn.
+* Time is counted in questions, one each time that the broker's own loop wakes up for one. After the broker was stopped,
+  or the machine suspended, the loop wakes up once, however long that took.
+* While the pipe has bytes that the broker has not read, the answer may be among them. While the gateway is behind with
+  replies but takes some, it works (:meth:`GatewayConnection.waits`).
+* A flood of connections may keep the broker out of the request socket's backlog, like other clients. Until the broker
+  is connected, a gateway has as long as for its start. From then on the broker keeps the connection, and libzmq reads
+  from each connection in turn.
 * A question that cannot be asked, for want of descriptors or of the socket's file, is not counted.
 """
 
@@ -50,9 +51,9 @@ HIGH_WATER = 4 << 20
 """Bytes of replies that the gateway has not taken, past which it is behind: no large reply should follow."""
 
 MAX_READING = 32 << 20
-"""Bytes of them past which no further request is read, nor handed over, until the gateway is not behind any more."""
+"""Bytes of such replies past which no request is read or handed over, until the gateway is not behind any more."""
 
-MAX_UNSENT = 64 << 20  #: Bytes of them past which a reply is dropped. The broker keeps it, and the client asks again.
+MAX_UNSENT = 64 << 20  #: Bytes of these past which one is dropped. The broker keeps it, and the client asks again.
 
 assert framing.MAX_FRAME == MAX_MESSAGE, "the gateway forwards as much as a message may have"
 
@@ -61,7 +62,7 @@ AT_ONCE = framing.MAX_MESSAGES
 
 
 class Gathered(bytes):
-    """A request that came in pieces.
+    """A request that was received in pieces.
 
     Attributes:
         digest: the digest of the layout beside its message, if there is one.
@@ -71,32 +72,32 @@ class Gathered(bytes):
 
 
 class RequestDecoder(framing.BatchDecoder):
-    """Cuts the gateway's stream into batches; a request that comes in pieces is a batch once it is whole."""
+    """Cuts the gateway's stream into batches; a request received in pieces is a batch once it is whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._pieces: list[bytes] = []  # of the request that comes in pieces now
-        self._gathered = 0  # bytes of those
+        self._pieces: list[bytes] = []  # of the request that is being received in pieces
+        self._gathered = 0  # bytes of these pieces
         self._digest: Digest | None = None  # of the layout in it
-        self._start = 0  # where that begins
+        self._start = 0  # where the layout begins
 
     def feed(self, data: bytes | memoryview) -> list[list[bytes]]:
         """Add received bytes and return the batches that are whole now.
 
         Raises:
-            ValueError: these are no batches; the stream cannot be used any more.
+            ValueError: the bytes are not batches; the stream cannot be used any more.
         """
         return [whole for batch in super().feed(data) if (whole := self._put_together(batch)) is not None]
 
     def _put_together(self, batch: list[bytes]) -> list[bytes] | None:
-        """Return a batch, or the request that it ends; None after any other piece of a request."""
+        """Return a batch as it is, or the whole request if it is the last piece; None if it is another piece."""
         if len(batch) != 3:
             return batch
         routing, piece, which = batch
         if not self._pieces:
             self._start = layout_start(piece) if session_of(piece) else 0
             self._digest = Digest() if self._start else None
-        if self._digest:  # while it comes: 12 MiB at once would take the broker's loop for 20 milliseconds
+        if self._digest:  # by pieces: hashing 12 MiB at a time would block the broker's loop for 20 milliseconds
             self._digest.add(memoryview(piece)[max(0, self._start - self._gathered) :])
         self._pieces.append(piece)
         self._gathered += len(piece)
@@ -119,31 +120,31 @@ class GatewayConnection(asyncio.BufferedProtocol):
     def __init__(self, queue: EventQueue | None = None) -> None:
         loop = asyncio.get_running_loop()
         #: Receives requests as :class:`BatchReceived`; while None they are dropped. The frames of a batch end early,
-        #: after a whole request, where the replies to it are more than the gateway takes; the others come later.
+        #: after a whole request, if the replies exceed what the gateway takes; the other frames are put later.
         self.queue = queue
         #: Done once the gateway listens; cancelled if it never does.
         self.listening: asyncio.Future[None] = loop.create_future()
         #: Done once the connection has ended.
         self.ended: asyncio.Future[None] = loop.create_future()
-        #: A frame that is sent back at once to its sender, before all that waits. No client knows it.
+        #: A frame that is sent back to its sender immediately, before all waiting requests. No client knows it.
         self.question = os.urandom(16)
         self._batches = RequestDecoder()
         self._received = framing.room()
         #: Frames of requests that are not handed over yet.
         self._frames: deque[bytes] = deque()
-        #: Past HIGH_WATER, until the gateway has taken most of it.
+        #: Set when unsent replies exceed HIGH_WATER, until the gateway has taken most of them.
         self._behind = False
-        #: Past MAX_READING, until the gateway is not behind any more.
+        #: Set when unsent replies exceed MAX_READING, until the gateway is not behind any more.
         self._full = False
-        #: Bytes of replies that were written, and that the gateway had taken when :meth:`waits` looked last.
+        #: Bytes of replies written in all, and of those that the gateway had taken at the last call of :meth:`waits`.
         self._sent = self._taken = 0
         self._resuming = False
 
     def send(self, frames: Sequence[framing.Part]) -> bool:
-        """Send one batch, unless the gateway is gone or far behind: then it is not even encoded.
+        """Send one batch; drop it without encoding it if the gateway is gone or far behind.
 
-        Returns whether the gateway is behind now; to find that out, send nothing. Once it is not behind any more, a
-        batch of requests follows, perhaps an empty one.
+        Returns whether the gateway is behind now; an empty batch only asks for that. When the gateway is not behind any
+        more, ``queue`` gets a batch of requests, perhaps an empty one.
         """
         if frames and not self._transport.is_closing() and self._transport.get_write_buffer_size() < MAX_UNSENT:
             data = framing.encode(frames)
@@ -155,9 +156,9 @@ class GatewayConnection(asyncio.BufferedProtocol):
         return self._behind
 
     def waits(self) -> bool:
-        """Whether the next step is the gateway's: to bring something, or, if it is behind, to take the first replies.
+        """Whether the broker waits for the gateway: to send something, or, if it is behind, to take replies.
 
-        A reply that it took since the last call was such a step.
+        False if the gateway is behind but has taken bytes of replies since the last call.
         """
         before, self._taken = self._taken, self._sent - self._transport.get_write_buffer_size()
         if self._behind and self._taken != before:
@@ -169,7 +170,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         return not is_ready(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def close(self) -> None:
-        """Close at once; ``ended`` follows."""
+        """Close immediately; ``ended`` is done soon afterwards."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -178,14 +179,14 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(HIGH_WATER)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes go."""
+        """Return the buffer for the next bytes."""
         return self._received
 
     def buffer_updated(self, nbytes: int) -> None:
         """Hand over all whole batches as one, so that they are journaled and answered together.
 
-        Where these are too many, the rest follows in the next rounds of the loop, and nothing is read until it has:
-        those rounds (:meth:`_resume`) have no new bytes.
+        If they have too many requests, the rest is handed over in the next rounds of the loop, and nothing is read
+        before that: in those rounds :meth:`_resume` calls this with no new bytes.
         """
         try:
             whole = self._batches.feed(self._received[:nbytes]) if nbytes else []
@@ -227,7 +228,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._behind = True
 
     def resume_writing(self) -> None:
-        """Resume, after the transport has finished the call that leads here."""
+        """Resume, after the transport has finished the call in which it calls this."""
         self._behind = self._full = False
         self._resume_soon()
 
@@ -258,7 +259,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
 # -- probes ------------------------------------------------------------------------------------------
 
 INTERVAL = 0.5  #: Seconds between two questions.
-UNANSWERED = 4  #: Questions in a row after which a gateway hangs.
+UNANSWERED = 4  #: Unanswered questions in a row after which a gateway counts as hanging.
 UNANSWERED_AT_START = 40  #: The same for one that does not listen yet: it starts an interpreter and loads libzmq first.
 
 _READ = 4096  # the handshake has about 100 bytes, an answer 18
@@ -268,11 +269,11 @@ _COMMAND, _MESSAGE = 4, 0
 
 
 class GatewayProbe:
-    """A client of the request socket that asks one question again and again, over another connection when one breaks.
+    """A client of the request socket that repeats one question, over a new connection when one breaks.
 
-    The broker never loads libzmq, so what a DEALER says is written out here: ZMTP 3.0 (https://rfc.zeromq.org/spec/23/)
-    with the NULL mechanism. What comes back is not parsed: a question is random, so wherever it is found it is the
-    answer.
+    The broker never loads libzmq, so this module has the bytes that a DEALER sends: ZMTP 3.0
+    (https://rfc.zeromq.org/spec/23/) with the NULL mechanism. The bytes received are not parsed: a question is random,
+    so wherever it is found among them, it is the answer.
 
     Args:
         path: the request socket.
@@ -284,12 +285,12 @@ class GatewayProbe:
         self._question = question
         self._channel: socket.socket | None = None
         self._ready = False
-        #: The end of what came since the last answer, or the gateway's greeting.
+        #: The last bytes received since the last answer; at first the gateway's greeting.
         self._heard = b""
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection; the gateway may have to take it from the backlog yet."""
+        """Whether there is a connection; it may still be in the gateway's backlog."""
         return self._channel is not None
 
     def ask(self) -> bool:
@@ -299,7 +300,7 @@ class GatewayProbe:
                 self._channel, self._ready, self._heard = self._dial(), False, b""
             elif self._ready:
                 self._channel.send(_frame(_MESSAGE, self._question))
-            elif len(self._heard) >= len(_GREETING):  # libzmq 4.3.5 hangs up on a peer that does not wait for it
+            elif len(self._heard) >= len(_GREETING):  # before its greeting libzmq 4.3.5 would hang up
                 self._channel.send(_frame(_COMMAND, _READY) + _frame(_MESSAGE, self._question))
                 self._ready = True
         except BlockingIOError:  # the gateway takes no connection from the backlog, or reads nothing from this one
@@ -376,7 +377,7 @@ async def watch(connection: GatewayConnection, path: Path) -> str:
 
 # -- the process -------------------------------------------------------------------------------------
 
-STEADY = 10.0  #: Seconds that a gateway must have lived for the next one to be started at once.
+STEADY = 10.0  #: Seconds that a gateway must have lived for the next one to be started without a delay.
 
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 
@@ -389,16 +390,16 @@ LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the 
 _PART = 64 << 10  # bytes of it that are read at once
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
-"""How the names of variables begin that a gateway is given: what an interpreter and its libraries need to start, such
-as the home that packages of one user are in.
+"""Prefixes of the environment variables that a gateway inherits: those that an interpreter and its libraries need to
+start, such as the home directory, which may have the packages of one user.
 
-The rest is not for a process that peers reach, and may hold secrets. What a variable starts in an interpreter besides,
-such as a measurement that is written to a file at its end, would fail in a process that can open no file.
+A process that peers reach must not have the other variables, which may hold secrets. Some also make an interpreter do
+more, such as write measurements to a file at its end, which would fail in a process that can open no file.
 """
 
 
 class GatewayProcess:
-    """The broker's gateway, whichever process it is at the time.
+    """The broker's gateway: one process, and another when that one ends.
 
     Args:
         listener: the listening socket of ``path``.
@@ -422,9 +423,9 @@ class GatewayProcess:
         self._task = asyncio.create_task(self._keep_running())
 
     async def connect(self, queue: EventQueue) -> None:
-        """Return when the first gateway listens. From now on ``queue`` gets requests, and hears of later gateways.
+        """Wait until the first gateway listens. From now on ``queue`` gets requests, and the starts of later gateways.
 
-        Earlier requests are dropped: there was no broker, and so no session that could be answered.
+        Earlier requests are dropped: there was no broker, and so no session that could have sent them.
 
         Raises:
             Unavailable: the first gateway could not be started, or ended before it listened.
@@ -443,12 +444,12 @@ class GatewayProcess:
         return self._connection is not None and self._connection.send(frames)
 
     def obstacle(self) -> str:
-        """Return why no request comes through at the moment, or an empty text."""
+        """Return why no request can arrive at the moment, or an empty text."""
         listens = self._connection is not None and self._connection.listening.done()
         return "" if listens else "its gateway is being started again"
 
     async def stop(self) -> None:
-        """End the gateway, and start no other."""
+        """End the gateway, and start no other one."""
         self._stopping.set()
         if self._connection:
             self._connection.close()
@@ -477,14 +478,14 @@ class GatewayProcess:
         return None
 
     async def _run(self) -> str:
-        """Start a gateway, stay until it has ended, and return how."""
+        """Start a gateway, wait until it has ended, and return how it ended."""
         try:
             process, connection = await self._spawn()
         except (OSError, MemoryError) as error:
             return f"it cannot be started: {explain(error)}"
         try:
             self._connection = connection
-            connection.queue = self._queue  # the broker may have connected meanwhile
+            connection.queue = self._queue  # connect() may have been called since
             if self._stopping.is_set():
                 connection.close()
             if undone := await watch(connection, self._path):
@@ -495,7 +496,7 @@ class GatewayProcess:
             self._connection = None
             status = await process.end()
             return f"process {process.pid} {undone}{_ended(status)}{process.last_words()}"
-        finally:  # there may have been no memory for a step of it
+        finally:  # a step above may have failed for want of memory
             self._connection = None
             process.kill()
             connection.close()
@@ -522,11 +523,11 @@ class GatewayProcess:
 
 
 class GatewayChild:
-    """A process that runs a gateway. The loop reads what it writes to its standard error, and a pidfd tells its end.
+    """A process that runs a gateway. The loop reads its standard error, and watches for its end by a pidfd.
 
-    asyncio has a thread wait for each process on Python 3.11, and on any Python that does not name ``pidfd_open``. A
-    thread that finds no memory to begin with never says that it has begun, and the event loop, which starts it, waits
-    for that without a limit.
+    asyncio's own subprocesses are not used: on Python 3.11, and on any Python without ``pidfd_open``, asyncio has a
+    thread wait for each process. If there is no memory for such a thread, it never reports that it has begun, and the
+    event loop, which starts it, waits for that report without a limit.
 
     Args:
         pipe: the gateway's end of the pipe.
@@ -534,19 +535,19 @@ class GatewayChild:
         path: its path.
 
     Raises:
-        OSError, MemoryError: there is no process.
+        OSError, MemoryError: the process could not be started.
     """
 
     def __init__(self, pipe: int, listener: int, path: Path) -> None:
         self._loop = asyncio.get_running_loop()
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._said = b""
-        #: There already when there is no memory: what is not read would wake the loop again and again.
+        #: Allocated in advance: if a read failed for want of memory, unread bytes would wake the loop again and again.
         self._room = bytearray(_PART)
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as given:
-            # All opened here: Popen loses those that it has opened when it finds no descriptor for the next one (3.11).
+            # All opened here: Popen leaks those that it has opened if it gets no descriptor for the next one (3.11).
             nothing = given.enter_context(open(os.devnull, "rb"))
-            # Where ours leads may block, and a gateway that cannot say why it aborts does not end.
+            # Not the broker's own, which may block: a gateway that cannot write why it aborts does not end.
             self._errors, errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             undo.callback(os.close, self._errors)
             given.callback(os.close, errors)
@@ -570,7 +571,7 @@ class GatewayChild:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The number of the process."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -578,7 +579,7 @@ class GatewayChild:
         self._process.kill()
 
     async def end(self) -> int:
-        """Return its status. Its pipe has closed: it ends by itself, or is killed."""
+        """Return its status. Its pipe has closed, so it ends; after :data:`GRACE` it is killed."""
         if not (await asyncio.wait((self._status,), timeout=GRACE))[0]:
             self.kill()
         return await self._status
@@ -592,7 +593,7 @@ class GatewayChild:
         return f" ({text.splitlines()[-1][:200]})"
 
     def _listen(self) -> bool:
-        """Read what it wrote, and return whether that was anything; a gateway that cannot write would not end."""
+        """Read its standard error, and return whether there was anything; a gateway that cannot write would not end."""
         try:
             count = os.readv(self._errors, [self._room])
         except BlockingIOError:

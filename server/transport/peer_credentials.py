@@ -1,6 +1,6 @@
 """The process at the other end of a connection: its credentials, pidfd and namespaces, and what /proc tells of it.
 
-What a process is refused is logged here, in a limited number of lines per user, so that no user can fill a disk.
+Refusals are logged here, in a limited number of lines per user, so that no user can fill a disk.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def identify(connection: socket.socket) -> Peer:
 
     Raises:
         ProcessLookupError: that process is gone.
-        Denied: its user or group is none of this user namespace.
-        Unsupported: it is in no pid namespace that is visible here, and the kernel is too old to name it nevertheless.
+        Denied: this user namespace does not contain its user or group.
+        Unsupported: it is in a pid namespace that is not visible here, and the kernel is too old to give a pidfd of it.
         OSError: no descriptor is left.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -72,23 +72,23 @@ def identify(connection: socket.socket) -> Peer:
         )
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
-    except OSError:  # a kernel that does not tell, or more than 256 groups
+    except OSError:  # the kernel is too old, or there are more than 256 groups
         raw = b""
     groups = frozenset(group for (group,) in struct.iter_unpack("I", raw)) - {overflow_id("gid")}
     return Peer(pid, uid, gid, _peer_pidfd(connection, pid), groups)
 
 
 def verify(peer: Peer, named: int | None) -> bool:
-    """Whether a peer with root's or the broker's number belongs to the broker's own user and pid namespaces.
+    """Whether a peer with root's or the broker's uid belongs to the broker's own user and pid namespaces.
 
-    The user who starts a container chooses its numbers, so these alone mean nothing. A peer of which this cannot be
-    established does not belong.
+    The user who starts a container chooses the uids in it, so a uid alone proves nothing. If it cannot be established
+    that a peer belongs, it does not.
 
-    - *Root* names process 1 in the credentials of its greeting, and ``named`` is what the kernel made of that. It lets
-      a process name another one than itself only with CAP_SYS_ADMIN in the user namespace that owns its pid namespace,
-      and delivers 1 here only where that pid namespace is the broker's. So one number proves the capability and both
-      namespaces; no /proc is read, nor need the broker have any right over the peer.
-    - *The broker's own user* cannot do that. Its namespaces can be read, though, by a broker of the same user.
+    - *Root* names process 1 in the credentials of its greeting, and ``named`` is that number as the kernel delivers it
+      here. The kernel lets a process name another one only with CAP_SYS_ADMIN in the user namespace that owns its pid
+      namespace, and delivers 1 here only if that pid namespace is the broker's. So one number proves the capability and
+      both namespaces; this reads nothing in /proc, and the broker needs no rights over the peer.
+    - *The broker's own user* cannot name process 1, but a broker of the same user can read its namespaces.
 
     Args:
         peer: the process that connected.
@@ -107,7 +107,7 @@ def _shares_namespaces(peer: Peer) -> bool:
         same = all(Path(f"/proc/{peer.pid}/ns/{kind}").samefile(f"/proc/self/ns/{kind}") for kind in ("user", "pid"))
     except OSError:  # it has ended, or has more rights than this one
         return False
-    # It was this process all along, and not another one with its number, if it has not ended yet.
+    # If the peer has not ended yet, nothing else had its pid, and these are its namespaces.
     return same and not is_ready(peer.pidfd, select.POLLIN)
 
 
@@ -115,7 +115,7 @@ def _shares_namespaces(peer: Peer) -> bool:
 def overflow_id(kind: str) -> int | None:
     """Return the number that stands for every user (``uid``) or group (``gid``) that is not of this user namespace.
 
-    None if all of them are. A user of this namespace with the same number cannot be told apart.
+    None if all of them are. A user of this namespace who has that very number cannot be told from those.
     """
     counts = (int(line.split()[2]) for line in Path(f"/proc/self/{kind}_map").read_text().splitlines())
     return None if sum(counts) >= _EVERYBODY else int(Path(f"/proc/sys/kernel/overflow{kind}").read_text())
@@ -159,8 +159,8 @@ def open_pidfd(connection: socket.socket, pid: int) -> int:
 
 # -- what /proc tells -------------------------------------------------------------------------------
 
-# The command line is not read. It may hold secrets, and reading it takes a lock that a process can keep for as long as
-# it likes (``mmap_lock``), which would stop a broker. The files here take none that a process can keep.
+# The command line is not read. It may hold secrets, and the read waits for a lock that a process can hold for as long
+# as it likes (``mmap_lock``), which would stop a broker. Reads of the files here wait for no such lock.
 
 STARTED = 19
 """The place of the start time in /proc/PID/stat, after the name (proc_pid_stat(5) counts 22 from 1)."""
@@ -187,7 +187,7 @@ def read_process(pid: int) -> ProcessInfo | None:
 
 
 def read_process_by_pidfd(pidfd: int) -> ProcessInfo | None:
-    """As :func:`read_process`, of the process that a pidfd refers to and of no other; None, too, if it has ended."""
+    """Like :func:`read_process`, for exactly the process that a pidfd refers to; None, too, if that has ended."""
     try:
         before, info, after = _number(pidfd), read_process(_number(pidfd)), _number(pidfd)
     except OSError:  # no /proc, or one of another pid namespace
@@ -202,7 +202,7 @@ def _number(pidfd: int) -> int:
 
 
 def _cgroup(text: str) -> str | None:
-    """Return the path of the hierarchy that tells most; None if the process is in the root of all."""
+    """Return the path in cgroup v2, or else in systemd's hierarchy, or else in any; None if it is the root in all."""
     lines = [line.split(":", 2) for line in text.splitlines()]
     paths = {controllers: path for _, controllers, path in lines if path != "/"}
     path = paths.get(UNIFIED) or paths.get(SYSTEMD) or next(iter(paths.values()), "")
@@ -210,7 +210,7 @@ def _cgroup(text: str) -> str | None:
 
 
 def _since_1970(ticks: int) -> float:
-    """Return when a process began: ``ticks`` of the clock after the machine. A host's clock may show anything."""
+    """Return when a process began, ``ticks`` after boot; the result is bounded, as a host's clock may show anything."""
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return min(max(0.0, round(time.time() - age, 2)), LATEST)
 
@@ -221,8 +221,8 @@ def _printable(text: str) -> str:
 
 # -- refusals in the log -----------------------------------------------------------------------------
 
-BURST = 20  #: Lines about refusals that one user has at once.
-REFILL = 10.0  #: Seconds after which a user has one more.
+BURST = 20  #: Lines about refusals that one user can cause in a burst.
+REFILL = 10.0  #: Seconds after which a user can cause one more.
 MAX_USERS = 1024  #: Users that are remembered; the least recently refused is forgotten first.
 
 
@@ -239,11 +239,11 @@ class _Bucket:
 
 
 class RateLimiter:
-    """How many lines of the log each user may fill.
+    """Bounds how many lines of the log each user can cause.
 
     Args:
-        burst: lines that a user has at once.
-        refill: seconds after which a user has one more.
+        burst: lines that a user can cause in a burst.
+        refill: seconds after which a user can cause one more.
     """
 
     def __init__(self, burst: int, refill: float) -> None:

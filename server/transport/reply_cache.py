@@ -1,20 +1,20 @@
 """The requests of one session and their replies: a request that is sent again is answered again, not done again.
 
-Pure. A request is *pending* from its first arrival until its reply, which is *kept* until the client says that it has
-it: by its number (``received``), or with all before one (``oldest``). From then on only the number is remembered, as
-part of a span, since a copy may still be on its way. Of a reply that only tells something, such as a list, only the
-length is kept: a copy of the request is worked out anew. Where replies outlive the broker, :meth:`ReplyCache.changes`
-returns what is to be written down.
+Pure. A request is *pending* from its first arrival until its reply. The reply is *kept* until the client acknowledges
+it: by its number (``received``), or with all replies before a number (``oldest``). From then on only the number is
+remembered, as part of a span, since a copy of the request may still be on its way. Of a reply that only reports
+something, such as a list, only the length is kept, and a copy of the request is done again. If replies outlive the
+broker, :meth:`ReplyCache.changes` has what is to be written down.
 
-All of it is bounded: for each session in number, and in bytes as they travel, so that a client which acknowledges
-nothing is not sent replies without end; for each user in the memory that it costs. That bound is the user's, so that
-more sessions are not more memory. A layout counts once for its user, however many requests and replies have it: a
-thousand workers that attach to one model, or offer the same one, cost its layout once. What a session has is given
-back when it ends.
+All of this is bounded. For each session, the number of requests is bounded, and the bytes as they travel, so that a
+client which acknowledges nothing is not sent replies without end. For each user, the memory is bounded over all of the
+user's sessions, so that more sessions do not get more memory. A layout counts once for its user, however many requests
+and replies have it: a thousand workers that attach to one model, or publish the same one, cost its layout once. The end
+of a session releases all that it costs.
 
-Past a bound further requests are refused, and so are their copies, however late: their numbers are remembered until
-the client has the refusals, as spans too. A request that gives something back is not refused but ignored, and so done
-when it is sent again and there is room; so is a cancel that comes before the request that it is meant for.
+Past a bound further requests are refused, and so are their copies, however late: their numbers are remembered, as spans
+too, until the client has the refusals. A request that gives something back is not refused but ignored, and is done when
+it is sent again and there is room. A cancel that arrives before the request that it cancels is ignored, too.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from cubroker.protocol.errors import InternalFailure, Invalid
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import DESCRIPTOR, Answer, Attached, Created, Failed
 
-MAX_BYTES = 64 << 20  #: Bytes that the requests and answers of one user may cost; some times the largest message.
+MAX_BYTES = 64 << 20  #: Bytes that the requests and answers of one user may cost: a few of the largest messages.
 
 SHARE = 16 << 10
-"""Bytes of these that each session may always have, so that one session of a user does not stop the others."""
+"""Bytes of those that each session may always use, so that one session of a user does not stop the others."""
 
-OVERHEAD = 512  #: Bytes that a request or an answer counts beside its own, for what is known of it.
+OVERHEAD = 512  #: Bytes that a request or an answer counts in addition to its own, for the objects about it.
 MAX_REQUESTS = 4096  #: Requests of one session that are pending or whose answers are kept.
 
 MAX_REFUSED = 64
-"""Runs of refused requests of one session. Past that what lies between them is refused as well: they are written down
-with each change of the session."""
+"""Runs of refused requests of one session, which are written down with each change of the session. Past that the
+requests between the runs are refused as well."""
 
 Frame = bytes | Answer
-"""An answer: encoded, or a lease as it is, to be encoded whenever it is sent. All leases on a version share its layout,
-which can take megabytes, and any number of requests may wait for it."""
+"""An answer: encoded; or a lease as an object, encoded each time it is sent. All leases on a version share its layout,
+which can take megabytes, and any number of requests may wait for the version."""
 
 LEASES = (Attached, Created)
 
 
 class SharedLayout:
-    """An encoded layout, and what came of checking it.
+    """An encoded layout, and the outcome of its check.
 
     Attributes:
         data: the layout as it travels.
@@ -65,13 +65,13 @@ class SharedLayout:
         self._outcome: Outline | Failed | None = None
 
     def check(self) -> Generator[None, None, Outline | Failed]:
-        """Check it in short steps, or say what was found before."""
+        """Check the layout in short steps, or return the earlier outcome."""
         if self._outcome is None:
             try:
                 self._outcome = yield from layouts.outline(self.data)
             except Invalid as error:
                 self._outcome = Failed(error.code, error.message)
-            except MemoryError:  # which passes, so that the same layout may be checked again
+            except MemoryError:  # not kept as the outcome: a later check may find memory
                 reason = f"the broker has no memory to check a layout of {len(self.data)} bytes; make it smaller"
                 return Failed(InternalFailure.code, reason)
         return self._outcome
@@ -119,9 +119,9 @@ class ReplyAccount:
 
 
 class CachedReply(Struct, frozen=True, gc=False):
-    """An answer that its client may not have."""
+    """An answer that its client may not have received."""
 
-    #: The answer; None if it can be worked out anew.
+    #: The answer; None if a copy of the request is done again.
     frame: Frame | None
     #: Bytes that count for its user, without the layout.
     cost: int
@@ -132,7 +132,7 @@ class CachedReply(Struct, frozen=True, gc=False):
 
 
 def weight(answer: Frame) -> int:
-    """Return the bytes of an answer as it travels, or about so many."""
+    """Return how many bytes an answer has as it travels, for a lease about how many."""
     if isinstance(answer, bytes):
         return len(answer)
     own, layout = parts(answer)
@@ -140,14 +140,14 @@ def weight(answer: Frame) -> int:
 
 
 def parts(answer: Frame) -> tuple[int, bytes]:
-    """Return about how many bytes an answer has of its own, and the layout that it shares with others, or nothing."""
+    """Return about how many bytes an answer has without its layout, and the layout, empty if there is none."""
     if isinstance(answer, bytes):
         return len(answer), b""
     body = answer.body
     assert isinstance(body, LEASES)
     replicas = body.replicas
     layout = body.layout if isinstance(body, Attached) else b""
-    # Each allocation has a handle of 64 bytes on one device, or what stands for a descriptor on each.
+    # Each allocation has a handle of 64 bytes on one device, or a placeholder for a descriptor on each device.
     return len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas)), layout
 
 
@@ -162,10 +162,10 @@ class Admission(Enum):
 
 
 class Spans:
-    """A set of numbers that mostly follow each other, as the edges of its runs.
+    """A set of mostly consecutive numbers, stored as the edges of its runs.
 
     Attributes:
-        edges: the first number of a run and the one after its last, the first of the next run, …: they rise.
+        edges: for each run, in ascending order, its first number and the number after its last.
     """
 
     def __init__(self, edges: Iterable[int] = ()) -> None:
@@ -196,18 +196,18 @@ class Spans:
 
 
 class Receipts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a client has said that it has, and what it was refused for good."""
+    """What a client has acknowledged, and what it was refused permanently."""
 
     #: The client has all replies before this number.
     oldest: int
-    #: Edges of :class:`Spans`; 0 if there are none, as earlier builds have it and read it. These wrote the highest
-    #: number, and took all unknown ones before it with it.
+    #: Edges of :class:`Spans`; 0 if there are none, as earlier builds write and read it. Those wrote only the highest
+    #: refused number, and also refused all unknown numbers before it.
     refused: tuple[int, ...] | int
     #: Edges of :class:`Spans`: other replies that the client has.
     received: tuple[int, ...]
 
     def refused_edges(self) -> tuple[int, ...]:
-        """Return ``refused``, as it is written now."""
+        """Return ``refused`` in the form in which it is written now."""
         if isinstance(self.refused, tuple):
             return self.refused
         return (self.oldest, self.refused + 1) if self.oldest <= self.refused > 0 else ()
@@ -220,16 +220,16 @@ class ReplyCache:
     """The requests of one session that its client may send again.
 
     Args:
-        receipts: those of the session, if it is an earlier broker's.
-        kept: the answers that are kept of it, in order of their numbers; None for those that are not to be kept any
-            more.
+        receipts: the receipts of the session, if an earlier broker opened it.
+        kept: the answers that an earlier broker kept, in order of their numbers; None for those that are not to be
+            kept any more.
     """
 
     def __init__(self, receipts: Receipts | None = None, kept: Mapping[int, Frame | None] | None = None) -> None:
         receipts, kept = receipts or NO_RECEIPTS, kept or {}
-        #: What the requests and answers count on.
+        #: The account that the requests and answers are counted on.
         self.account = ReplyAccount()
-        self._nbytes = 0  # what is on the account, layouts apart
+        self._nbytes = 0  # what this session has on the account, without layouts
         self._travelling = 0  # bytes of requests without an answer and of answers without a receipt
         self._pending: dict[int, tuple[bytes, int, bytes]] = {}  # routing id, bytes and layout of the request
         self._kept: dict[int, CachedReply] = {}
@@ -245,7 +245,7 @@ class ReplyCache:
 
     @property
     def receipts(self) -> Receipts:
-        """What the client has said that it has."""
+        """What the client has acknowledged, and what it was refused."""
         return Receipts(self._oldest, tuple(self._refused.edges) or 0, tuple(self._received.edges))
 
     @property
@@ -254,12 +254,12 @@ class ReplyCache:
         return frozenset(self._lasting)
 
     def written(self) -> None:
-        """Forget the changes: they are encoded, every one."""
+        """Forget the changes, after all of them were encoded."""
         self.changes = {}
 
     @property
     def crowded(self) -> bool:
-        """Whether more bytes have no answer or receipt than there may be: nothing more should be told for now."""
+        """Whether unanswered requests and unacknowledged answers have too many bytes for another report now."""
         return self._travelling > MAX_BYTES
 
     def move(self, account: ReplyAccount) -> None:
@@ -273,7 +273,7 @@ class ReplyCache:
         self.account = account
 
     def abandon(self) -> None:
-        """Forget all requests that are pending: their client hears no answer any more."""
+        """Forget all requests that are pending: their client receives no answer any more."""
         for number in tuple(self._pending):
             self._answered(number)
 
@@ -296,10 +296,10 @@ class ReplyCache:
         about: int = 0,
         layout: bytes = b"",
     ) -> Admission | Frame:
-        """Take note of request ``number``, ``nbytes`` long without its ``layout``; return the kept answer, if any.
+        """Record request ``number``, ``nbytes`` long without its ``layout``; return the kept answer, if any.
 
-        ``must_deliver``: its client sends it until it is answered, and takes no refusal. ``about``: an earlier request
-        that it cancels. Where that was lost on the way, to an earlier broker's gateway, it is still to come.
+        ``must_deliver``: the client repeats the request until it is answered, and accepts no refusal. ``about``: the
+        earlier request that it cancels. If that was lost in an earlier broker's gateway, it is still to come.
         """
         for other in received:
             if other in self._kept:
@@ -310,7 +310,7 @@ class ReplyCache:
         if (kept := self._kept.get(number)) is not None:
             if kept.frame is not None:
                 return kept.frame
-            self._forget(number)  # to be worked out anew
+            self._forget(number)  # the request is done again
         if number in self._pending:
             self._pending[number] = (routing, *self._pending[number][1:])
             return Admission.PENDING
@@ -338,10 +338,10 @@ class ReplyCache:
     def settle(self, number: int, answer: Frame, *, lasting: bool = False) -> bytes:
         """Keep the answer of a pending request and return the routing id to send it to.
 
-        ``lasting``: it is to be written down, since the request must not be done again after a restart either.
+        ``lasting``: the answer is to be written down, since the request must not be done again after a restart either.
         """
         routing = self._answered(number)
-        if number >= self._oldest:  # else the client gave it up
+        if number >= self._oldest:  # else the client gave the request up
             self._keep(number, _kept(answer))
             if lasting:
                 self._lasting.add(number)
@@ -365,12 +365,12 @@ class ReplyCache:
             self._refused.close_gaps()
 
     def _is_to_come(self, number: int) -> bool:
-        """Whether a request would be done if it came: it did not, and its client has no answer or refusal of it."""
+        """Whether a request has not arrived and would be done if it did: its client has no answer or refusal of it."""
         there = number in self._pending or number in self._kept or number in self._received
         return not there and number >= self._oldest and number not in self._refused
 
     def _acknowledge(self, oldest: int) -> None:
-        """Drop kept answers before ``oldest``, up to the first that stays; requests are answered about in order."""
+        """Drop kept answers, up to the first that is not before ``oldest``; requests are answered about in order."""
         self._oldest = oldest
         for spans in (self._received, self._refused):
             if spans.edges:  # nearly always there are none

@@ -1,4 +1,4 @@
-"""From frames to requests, each passed on once, and from replies back to frames: both ends of the broker's line."""
+"""Decodes frames to requests, each passed on once, and encodes replies to frames: both ends of the broker's line."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ TOLD = frozenset((Describe, ListClients, ListDigests, ListPools, Look))
 """Requests whose replies are long, and are not kept."""
 
 LAID_OUT = (Create, SetLayout)
-"""Requests with a layout, which is checked before the ledger hears of them."""
+"""Requests with a layout, which is checked before the ledger receives them."""
 
 EXPENSIVE = TOLD.union(LAID_OUT)
 """Requests that may cost milliseconds, in the ledger or in encoding the reply: users take turns with them."""
 
 LARGE = 64 << 10
-"""Bytes of a lease, as it travels, that is sent in its user's turn: most is its layout, which is encoded by then."""
+"""Bytes of a lease, as it travels, past which it is sent in its user's turn. Most are its layout, which is encoded."""
 
 TOO_LONG = Failed(
     "over_quota", f"the answer has over {wire.MAX_MESSAGE} bytes, the most of a message; ask again when less is in use"
 )
 
 MAX_REMEMBERED = 32 << 20
-"""Bytes of the layouts that are remembered. Most of them are those of versions, which have them anyway."""
+"""Bytes of the layouts that are remembered. Most of these belong to versions, which keep the bytes anyway."""
 
-HASH_STEP = 256 << 10  #: Bytes of a layout that are hashed between two looks at the clock.
-HEAD = 64  #: Bytes of a message that are looked at for its secret and its id, which take 28 at most.
+HASH_STEP = 256 << 10  #: Bytes of a layout that are hashed in one step.
+HEAD = 64  #: Bytes of a message that are searched for its secret and its id, which have 28 at most.
 
 DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
 FULL = Failed(
@@ -83,11 +83,11 @@ FULL = Failed(
 
 
 class RecentLayouts:
-    """The layouts used last, with what was worked out of each once: the first one used is forgotten first.
+    """A cache of the checks and digests of layouts; the layout that was added first is dropped first.
 
     A model is published again and again, and checking 723 tensors takes a millisecond. Every reply with a layout of
-    more than a few kilobytes is authenticated by the layout's digest. All leases on a version have the same layout, of
-    megabytes perhaps, and a digest takes a millisecond for each of them.
+    more than a few kilobytes is authenticated by the layout's digest. All leases on a version have the same layout,
+    perhaps of megabytes, and computing a digest takes a millisecond per megabyte.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class RecentLayouts:
         self._nbytes = 0
 
     def check(self, layout: SharedLayout) -> Generator[None, None, Outline | Failed]:
-        """Check a layout in short steps, unless it was found to be right before."""
+        """Check a layout in short steps, unless an earlier check found it valid."""
         known = self._known.get(layout.data)
         if known and known.outline:
             return known.outline
@@ -105,12 +105,12 @@ class RecentLayouts:
         return outcome
 
     def digest(self, layout: bytes) -> bytes:
-        """Return a layout's digest, at once."""
+        """Return a layout's digest, computed without a pause if it is not known."""
         deque(self.steps(layout), maxlen=0)
         return self._known[layout].digest
 
     def steps(self, layout: bytes) -> Generator[None, None, None]:
-        """Work out a layout's digest in short steps, unless it is known."""
+        """Compute a layout's digest in short steps, unless it is known."""
         known = self._known.get(layout)
         if known and known.digest:
             return
@@ -121,7 +121,7 @@ class RecentLayouts:
         self._remember(layout).digest = digest.done()
 
     def _remember(self, layout: bytes) -> _Known:
-        """Return what is known of a layout, of which others may be forgotten."""
+        """Return the entry of a layout, added if it is new; drop the oldest others past :data:`MAX_REMEMBERED`."""
         if layout not in self._known:
             self._known[layout] = _Known()
             self._nbytes += len(layout)
@@ -133,11 +133,11 @@ class RecentLayouts:
 
 
 class _Known(Struct):
-    """What was worked out of a layout."""
+    """What was computed from a layout."""
 
-    #: Empty: not yet.
+    #: Empty if it is not computed yet.
     digest: bytes = b""
-    #: None: it was not checked, or is wrong.
+    #: None if the layout was not checked, or is invalid.
     outline: Outline | None = None
 
 
@@ -147,7 +147,7 @@ class IncomingRequests:
     Args:
         queue: gets :class:`~cubroker.server.event_queue.TurnDue` when ``turns.step()`` should be called.
         loop: the event loop of ``queue``.
-        log: notes what is to be written to the journal, if there is one.
+        log: collects entries for the journal; None if there is no journal.
 
     Attributes:
         turns: the expensive requests; paused while the gateway is behind with the replies.
@@ -155,7 +155,7 @@ class IncomingRequests:
 
     def __init__(self, queue: EventQueue, loop: asyncio.AbstractEventLoop, log: SessionLog | None = None) -> None:
         self._log = log
-        self._sessions: dict[bytes, SessionConnection] = {}  # by what their requests begin with
+        self._sessions: dict[bytes, SessionConnection] = {}  # by the number or secret that their requests begin with
         self._layouts = RecentLayouts()
         self._batches: list[list[framing.Part]] = [[]]  # of replies; the last one is not full
         self._unsent = 0  # bytes in the last batch
@@ -169,7 +169,7 @@ class IncomingRequests:
         self._sessions[session.authentication.name] = session
 
     def hang_up(self, session: SessionConnection) -> None:
-        """Drop the pending requests of a session whose connection has ended: it hears no reply."""
+        """Drop the pending requests of a session whose connection has ended: it receives no replies."""
         self.turns.drop(session.peer.uid, session)
         session.replies.abandon()
 
@@ -182,12 +182,13 @@ class IncomingRequests:
     def decode(self, frames: Iterable[bytes]) -> Iterator[RequestReceived]:
         """Yield the requests of a batch that arrive for the first time and are cheap.
 
-        Expensive ones wait for their turn. What was asked before is answered again, and what is wrong is refused.
+        An expensive request waits for its user's turn. A request that was answered before is answered again, and an
+        invalid one is refused.
         """
         for routing, frame in framing.pairs(frames):
             try:
                 request = self._accept(routing, frame)
-            # It would end the connection to the gateway, and that again when the same request is sent again.
+            # It would end the connection to the gateway, and again whenever the client repeats the request.
             except Exception as error:
                 log.exception("the broker failed at a request of %d bytes", len(frame))
                 self._reject(routing, frame, own_failure(error))
@@ -196,9 +197,9 @@ class IncomingRequests:
                 yield request
 
     def respond(self, session: SessionConnection, request: int, body: Reply) -> None:
-        """Encode the reply to a pending request; it is kept for copies, unless it can be worked out anew.
+        """Encode the reply to a pending request; keep it for copies of the request, unless it can be made again.
 
-        A lease is encoded when it is sent. A reply that is longer than a client reads becomes a refusal.
+        A lease is encoded when it is sent. A reply that is longer than a client accepts is replaced by a refusal.
         """
         answer = Answer(request, body)
         reply: Frame = answer
@@ -225,7 +226,7 @@ class IncomingRequests:
         return filter(None, batches)
 
     def _accept(self, routing: bytes, frame: bytes) -> RequestReceived | None:
-        """Return a request that arrives for the first time, unless it waits for its turn."""
+        """Return the request in a frame if it arrives for the first time and need not wait for a turn."""
         opened = self._opened(frame)
         if opened is None:
             return None
@@ -273,9 +274,10 @@ class IncomingRequests:
         return None
 
     def _opened(self, frame: bytes) -> tuple[SessionConnection | None, tuple[bytes, bytes]] | None:
-        """Return the session that a frame names, None if its secret does, and its message and the layout beside it.
+        """Return the session that a frame names by number, and the frame's message and layout.
 
-        None: its session did not write it, or is over; the sender hears nothing.
+        The session is None if the message names it by a secret. The result is None if the session did not write the
+        frame or is over; the sender then gets no reply.
         """
         session = self._sessions.get(frame[:NUMBER])
         if session is None:
@@ -287,14 +289,14 @@ class IncomingRequests:
         return session, opened
 
     def _bearer(self, secret: bytes) -> SessionConnection | None:
-        """Return the session of version 1 to 3 that has a secret.
+        """Return the session, of protocol version 1 to 3, that has a secret.
 
-        Later ones are known by their number, which is no secret and shorter: it proves nothing.
+        Requests of later versions name their session by number, which is shorter than a secret and proves nothing.
         """
         return self._sessions.get(secret) if len(secret) == SECRET else None
 
     def _reject(self, routing: bytes, frame: bytes, refusal: Failed) -> None:
-        """Tell a session what is wrong with its request. A stranger hears nothing, and is no line in the log."""
+        """Tell a session what is wrong with its request. An unknown sender gets no reply and no line in the log."""
         opened = self._opened(frame)
         if opened is None:
             return
@@ -305,7 +307,7 @@ class IncomingRequests:
             self._refuse(session, request, routing, refusal)
 
     def _refuse(self, session: SessionConnection, request: int, routing: bytes, refusal: Failed) -> None:
-        """Send a refusal of which nothing is kept."""
+        """Send a refusal, and keep nothing of it."""
         frame = session.authentication.reply(Answer(request, refusal))
         self._put(routing, frame, len(frame))
 
@@ -323,12 +325,12 @@ class IncomingRequests:
             outline = own_failure(error)
         if isinstance(outline, Failed):
             return Respond(session.number, request, outline)
-        if type(body) in TOLD and session.replies.crowded:  # as it would have been refused after the others
+        if type(body) in TOLD and session.replies.crowded:  # as if it had arrived after the replies that wait now
             return Respond(session.number, request, FULL)
         return RequestReceived(session.number, request, body, outline)
 
     def _deliver(self, session: SessionConnection, request: int, routing: bytes, reply: Frame) -> None:
-        """Send a reply; a large lease, which costs next to nothing while it waits, in its user's turn."""
+        """Send a reply now; but a large lease in its user's turn, since it costs next to nothing while it waits."""
         if isinstance(reply, bytes):
             self._put(routing, reply, len(reply))
         elif (nbytes := weight(reply)) > LARGE:
@@ -337,7 +339,7 @@ class IncomingRequests:
             self._put(routing, session.authentication.reply(reply, self._layouts.digest), nbytes)
 
     def _delivery(self, session: SessionConnection, routing: bytes, reply: Answer, nbytes: int) -> Job:
-        """Send a lease that is encoded with its batch: many that wait may have the same layout."""
+        """Send a lease, encoded only when its batch is: many leases that wait may have the same layout."""
         if layout := session.authentication.bulk(reply.body):
             yield from self._layouts.steps(layout)
         self._put(routing, partial(session.authentication.reply, reply, self._layouts.digest), nbytes)
@@ -369,7 +371,7 @@ def _suspect(session: SessionConnection) -> None:
 
 
 def head(data: bytes) -> tuple[bytes, int]:
-    """Return the secret and the id that a message begins with, without reading on; no secret and 0 if it has none."""
+    """Return the secret and the id at the start of a message, and decode no more; ``(b"", 0)`` if it has none."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEAD, max_array_len=0, max_map_len=0)
     unpacker.feed(data[:HEAD])
     try:
@@ -377,6 +379,6 @@ def head(data: bytes) -> tuple[bytes, int]:
         secret, request = unpacker.unpack(), unpacker.unpack()
     except (msgpack.UnpackException, ValueError):
         return b"", 0
-    # A bool is an int, and an id beyond what an answer can carry is none.
+    # A bool is an int, hence type(); and an id that is too large for an answer is invalid.
     fits = type(secret) is bytes and type(request) is int and 0 < request < 1 << 63
     return (secret, request) if fits else (b"", 0)

@@ -24,10 +24,10 @@ from cubroker.server.transport.reply_cache import ReplyCache
 log = logging.getLogger(__name__)
 
 SCARCE = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""What the system says while too many descriptors of the broker are in flight to all clients together, too many are
-open, or too little memory is left: that passes."""
+"""Errors that pass: too many descriptors of the broker are in flight to all clients together, too many are open, or too
+little memory is left."""
 
-PAUSE = 0.05  #: Seconds after which a send that failed like that is tried again.
+PAUSE = 0.05  #: Seconds after which a send that failed with such an error is tried again.
 
 
 def label(session: int) -> str:
@@ -39,20 +39,21 @@ class ReadersDriver(Protocol):
     """The one method of :class:`cubroker.driver.Driver` that is needed here."""
 
     def for_reading(self, descriptors: Sequence[int], /) -> AbstractContextManager[Sequence[int]]:
-        """Lend descriptors of the same memory that cannot write it."""
+        """Lend descriptors of the same memory that do not permit writing."""
 
 
 class FdTransfer:
-    """All descriptors of one lease, in packets, each as large as a notice may be.
+    """All descriptors of one lease, in packets of at most ``MAX_DESCRIPTORS``.
 
     It holds ticket numbers and looks a descriptor up when it is sent, so it keeps nothing open.
 
     Args:
         lease: whose descriptors they are.
-        sources: the tickets and multicast groups whose descriptors are sent, in order, and which: by number, or all.
+        sources: the tickets and multicast groups whose descriptors are sent, in order, each with the numbers of the
+            descriptors; an empty sequence means all.
         descriptors: the descriptors of every ticket and group, by number.
         rebound: whether they belong to the lease's ``Rebound``, and not to the reply that granted it.
-        readers: the driver that lends descriptors for reading in place of these; None for those who may write.
+        readers: the driver that lends read-only descriptors to send in place of these; None if the client may write.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class FdTransfer:
         self._places = [(ticket, place) for ticket, numbers in sources for place in numbers or descriptors[ticket]]
 
     def packet(self) -> tuple[bytes, list[int]] | None:
-        """Return the next notice and its descriptors, the same until it is :meth:`sent`; None after the last."""
+        """Return the next notice and its descriptors, None after the last; :meth:`sent` advances to the next."""
         places = self._places[self._first : self._first + MAX_DESCRIPTORS]
         if not places:
             return None
@@ -84,27 +85,27 @@ class FdTransfer:
         return self._readers.for_reading(descriptors) if self._readers else nullcontext(descriptors)
 
     def sent(self) -> None:
-        """Go on to the next packet. All in one step: there may be no memory, and then this one is sent again."""
+        """Advance to the next packet, in one step: if memory runs out in it, this packet is sent again."""
         self._first += MAX_DESCRIPTORS
 
 
 class SessionConnection:
     """Watches a client's connection and process, and sends it notices without ever waiting for it.
 
-    Notices that the client does not read wait, only the latest for each pool and of each other kind, so a client that
-    does not read costs at most one notice for each pool that it watches. Descriptors that it does not take wait as
-    well, all of them: they are numbers here, and few are in flight at any time.
+    Notices that the client does not read are queued, only the latest for each pool and of each other kind. So a client
+    that does not read costs at most one notice for each pool that it watches. Descriptors that it does not receive are
+    all queued: they are numbers here, and few are in flight at any time.
 
     Args:
         number: the session.
-        connection: the connection, owned by the session from now on, as ``peer.pidfd`` is; None if it ended.
+        connection: the connection, None if it ended; the session owns it from now on, and ``peer.pidfd``.
         peer: the process.
         queue: gets ``ConnectionLost``, ``ProcessExited`` and ``FdsDelivered``, each of the first two at most once.
-        rejections: logs what the process is refused.
-        version: of the protocol, as agreed.
+        rejections: logs refusals of the process.
+        version: the agreed version of the protocol.
         secret: authenticates its requests; by default a new one.
         replies: the replies that an earlier broker kept.
-        welcomed: whether an earlier broker answered its greeting; notices wait until :meth:`welcome` does.
+        welcomed: whether an earlier broker answered the greeting; if not, notices wait until :meth:`welcome` does.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class SessionConnection:
         self._queue = queue
         self._rejections = rejections
         self._waiting: dict[str, Notice | FdTransfer] = {}
-        # The kernel's minimum: descriptors in flight count as open files, and a client that does not read keeps them.
+        # The kernel's minimum: descriptors in flight count as open files, until the client reads them.
         if connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
 
@@ -169,14 +170,14 @@ class SessionConnection:
         return True
 
     def welcome(self, answer: bytes) -> None:
-        """Answer the greeting. The client takes the first packet for this answer, so no notice goes before it."""
+        """Answer the greeting. The client takes the first packet for this answer, so no notice is sent before it."""
         self.send(answer)
         self.welcomed = True
         self._drain()
 
     def notify(self, item: Notice | FdTransfer) -> None:
-        """Send a notice or descriptors now, or when the client was welcomed and has read what came before."""
-        # The names of pools begin with no dot, so the kinds cannot be taken for one.
+        """Send a notice or descriptors now, or when the client was welcomed and has read the earlier ones."""
+        # No name of a pool begins with a dot, so the other keys cannot be taken for one.
         match item:
             case FdTransfer():
                 key = f".lease {item.lease}"
@@ -224,14 +225,14 @@ class SessionConnection:
                 del self._waiting[key]
                 if isinstance(item, FdTransfer) and not item.rebound:
                     self._queue.put(FdsDelivered(item.lease))
-        except MemoryError:  # what comes later waits behind it, and would wait for ever
+        except MemoryError:  # later items wait behind this one, and would wait for ever
             self._loop.call_later(PAUSE, self._drain)
 
     def _send_descriptors(self, transfer: FdTransfer, data: bytes, descriptors: list[int]) -> bool:
-        """Send one packet now; False if the client has not read those before, or the system is short of something."""
+        """Send one packet now; False if the client has not read earlier packets, or at an error that passes."""
         if self._connection is None:
             return True
-        # The kernel calls it writable when no more than a quarter of its buffer is unread: one packet of descriptors.
+        # The kernel reports it as writable while at most a quarter of its buffer is unread: one packet of descriptors.
         poll = select.poll()
         poll.register(self._connection, select.POLLOUT)
         if not poll.poll(0):
@@ -263,10 +264,10 @@ class SessionConnection:
         self._drain()
 
     def _read(self) -> None:
-        """Take the end of the connection. A client says nothing after its greeting, so any data ends it too."""
+        """Handle the end of the connection. A client sends nothing after its greeting, so any data ends it too."""
         assert self._connection
         try:
-            # recv and not recvmsg: the kernel drops the descriptors that came along.
+            # recv and not recvmsg: the kernel then drops descriptors that were sent with the data.
             said = self._connection.recv(1)
         except BlockingIOError:
             return
@@ -290,13 +291,13 @@ class SessionConnection:
             self._loop.remove_writer(self._connection)
             if not stored:
                 with suppress(OSError):  # it has ended
-                    self._connection.shutdown(socket.SHUT_RDWR)  # a store may have it too
+                    self._connection.shutdown(socket.SHUT_RDWR)  # a store may hold the connection, too
             self._connection.close()
             self._connection = None
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    """Send a packet; one for which the minimal buffer is too small gets a larger one, for itself alone."""
+    """Send a packet; if the minimal buffer is too small for it, enlarge the buffer for this packet alone."""
     try:
         connection.send(data)
     except OSError as error:

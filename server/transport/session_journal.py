@@ -1,10 +1,16 @@
-"""What the broker writes to the journal beside the ledger, so that the next broker goes on with its sessions.
+"""The journal's entries about sessions and replies, with which the next broker continues the sessions.
 
-Keys of the journal: ``s/SESSION`` the secret that its requests carry, or ``k/SESSION`` the one that they are
-authenticated by (since version 4), ``r/SESSION`` what its client has received, ``a/SESSION/REQUEST`` a reply that
-must not be worked out again, ``d/LEASE`` the session that may not have all descriptors of its lease yet; ``n`` is how
-many brokers went on with the journal; keys that begin with ``l/`` are the ledger's. Any other key is refused, so a new
-meaning gets another letter: a broker of another version then says that it does not know it.
+Keys of the journal:
+
+- ``s/SESSION``: the secret that the session's requests carry; since version 4 of the protocol ``k/SESSION``: the secret
+  that authenticates them
+- ``r/SESSION``: what its client has received
+- ``a/SESSION/REQUEST``: a reply to a request that must not be done again
+- ``d/LEASE``: the session of a lease some of whose descriptors may not have been sent yet
+- ``n``: how many brokers continued with the journal
+- ``l/…``: the ledger's
+
+Any other key is refused. A new meaning gets a new letter, so that a broker of another version reports the unknown key.
 """
 
 from __future__ import annotations
@@ -42,10 +48,10 @@ from cubroker.server.transport.session import SessionConnection
 log = logging.getLogger(__name__)
 
 LASTING = frozenset((Attached, Created, Sealed, Done, Retirement, Locked, EventShared, EventOpened, Generation, Failed))
-"""Replies of requests that changed something or were refused: a cancelled request must not be done when it comes again,
-since the cancel would not come again. Replies that only tell something are worked out anew."""
+"""Replies to requests that changed something or were refused: a cancelled request must not be done when a copy arrives,
+since the cancel would not be repeated. Requests whose replies only report something are done again."""
 
-RESTARTS = b"n"  #: The key of how many brokers went on with the journal.
+RESTARTS = b"n"  #: The key of the number of brokers that continued with the journal.
 
 _NUMBER = rb"/(?:0|[1-9][0-9]{0,18})"
 _KEY = re.compile(rb"([skrd])(%s)|(a)(%s%s)" % (_NUMBER, _NUMBER, _NUMBER))
@@ -68,18 +74,18 @@ class _Session(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 class _Reply(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     #: The encoded reply; empty if it grants a lease.
     frame: bytes
-    #: The lease that it grants, of which the ledger knows the rest.
+    #: The lease that it grants, or 0; the ledger has the rest of such a reply.
     lease: int = 0
 
 
 class SessionLog:
-    """Gathers what the next commit writes beside the ledger's changes.
+    """Gathers what the next commit writes in addition to the ledger's changes.
 
     Args:
-        items: the content of the journal that this broker goes on with, if it does.
+        items: the content of the journal, if this broker continues an earlier one's.
 
     Attributes:
-        restarts: brokers before this one whose sessions and memory were taken over, one after the other.
+        restarts: how many earlier brokers had their sessions and memory taken over, one after the other.
 
     Raises:
         CorruptJournal: no broker can have written it.
@@ -94,7 +100,7 @@ class SessionLog:
             self._changes[RESTARTS] = _encode(self.restarts)
 
     def opened(self, session: SessionConnection, *, welcomed: bool) -> None:
-        """Write a session down; its client knows that it is open once it is ``welcomed``."""
+        """Record a session; ``welcomed``: its client was told that it is open."""
         self._changes[_session_key(session)] = _encode(_Session(session.secret, session.version, welcomed))
 
     def asked(self, session: SessionConnection) -> None:
@@ -102,7 +108,7 @@ class SessionLog:
         self._asked[session] = None
 
     def closed(self, session: SessionConnection) -> None:
-        """Strike a session out."""
+        """Remove the entries of a session."""
         self._asked.pop(session, None)
         number = session.number
         for key in (
@@ -113,7 +119,7 @@ class SessionLog:
             self._changes[key] = None
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Strike out keys that belong to no session."""
+        """Remove keys that belong to no session."""
         self._changes |= dict.fromkeys(keys)
 
     def undelivered(self, session: int, lease: int) -> None:
@@ -142,7 +148,7 @@ class SessionLog:
 
 
 def _entry(reply: Frame) -> tuple[bytes, int]:
-    """Return what is encoded as a :class:`_Reply` is, in less time."""
+    """Return a tuple with the encoding of a :class:`_Reply`, but made in less time."""
     if isinstance(reply, bytes):
         return reply, 0
     assert isinstance(reply.body, LEASES)
@@ -185,10 +191,10 @@ def _frame(request: int, reply: _Reply, grant: Callable[[int], Reply | None]) ->
 
 
 def recall(items: Mapping[bytes, bytes], known: Collection[int]) -> tuple[dict[int, LoggedSession], list[bytes]]:
-    """Return what a journal has of the sessions that the ledger ``known`` has, and the keys that belong to no session.
+    """Return what a journal has of the ``known`` sessions, those of the ledger, and the keys that belong to no session.
 
-    A session without a secret there is :attr:`~LoggedSession.no_secret`, and nothing else in the journal is believed
-    of it. Keys of a session that the ledger does not know belong to none.
+    If the journal has no secret of a session, the session is :attr:`~LoggedSession.no_secret`, and its other keys are
+    ignored. They belong to no session, and neither do keys of a session that the ledger does not know.
 
     Raises:
         CorruptJournal: no broker can have written it.

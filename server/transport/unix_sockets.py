@@ -3,9 +3,9 @@
 A path says nothing about the socket behind it: a process that is gone may have left the file, or another process may
 have replaced it. The kernel answers both questions:
 
-- *Which process listens?* :func:`probe` connects; the kernel tells the caller the name to which the listening socket is
-  bound and the process that made it listen, and tells both to every holder of the listening socket, too. So a socket
-  that was handed down can be compared with the one that clients reach.
+- *Which process listens?* :func:`probe` connects; the kernel then tells the name to which the listening socket is bound
+  and the process that made it listen. Every holder of the listening socket can ask the kernel for both, too. So an
+  inherited socket can be compared with the one that clients reach.
 - *Is this file mine?* :class:`BoundSocket` compares inodes. A bound socket keeps its inode in use, even after its name
   is gone, so no other file can have that number before the socket is closed.
 """
@@ -49,7 +49,7 @@ class ProbeResult(NamedTuple):
     listens: bool
     #: The name to which that socket was bound; None if its backlog is full: the kernel does not tell then.
     address: str | bytes | None = None
-    #: The process that made it listen, as ``struct ucred``; None likewise.
+    #: The process that made it listen, as ``struct ucred``; None in the same case.
     credentials: bytes | None = None
 
     @property
@@ -59,7 +59,7 @@ class ProbeResult(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether the process that made the socket listen may still be there; others may hold the socket after it."""
+        """Whether the process that made the socket listen may still exist; others may hold the socket after its end."""
         try:
             if self.pid:
                 os.kill(self.pid, 0)  # it may only be hidden in /proc (proc(5), hidepid)
@@ -77,7 +77,7 @@ class ProbeResult(NamedTuple):
 
 
 def probe(path: Path, kind: int) -> ProbeResult:
-    """Connect to the socket at ``path``, of a ``kind`` like ``SOCK_STREAM``, and hang up at once.
+    """Connect to the socket at ``path``, of a ``kind`` like ``SOCK_STREAM``, and hang up immediately.
 
     Raises:
         OSError: the file cannot be connected to; it may be a socket of another kind.
@@ -123,7 +123,7 @@ class BoundSocket:
             undo.callback(os.close, self._folder)
             self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
             self._bind(kind)
-            self.listener.listen(backlog)  # at once: a bound socket that does not listen looks like one left behind
+            self.listener.listen(backlog)  # immediately: a bound socket that does not listen looks like a leftover
             self._file = self._stat()
             undo.callback(os.unlink, path.name, dir_fd=self._folder)
             set_access(path, access)
@@ -159,7 +159,7 @@ class BoundSocket:
         if (answer := probe(self._path, kind)).listens and answer.lives:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         now = self._stat()
-        if os.path.samestat(now, found) and now.st_ctime_ns == found.st_ctime_ns:  # inodes are used again
+        if os.path.samestat(now, found) and now.st_ctime_ns == found.st_ctime_ns:  # inode numbers are reused
             os.unlink(self._path.name, dir_fd=self._folder)
 
     def _stat(self) -> os.stat_result:
@@ -167,7 +167,7 @@ class BoundSocket:
 
 
 def set_access(path: Path, access: Access) -> None:
-    """Let the users of ``access`` connect to the socket at ``path``, and no others meanwhile."""
+    """Let the users of ``access`` connect to the socket at ``path``, and at no moment any others."""
     here, group = path.lstat(), os.getegid() if access.group is None else access.group
     if here.st_gid != group:
         path.chmod(access.mode & 0o600)  # members of either group could connect in between
