@@ -101,7 +101,7 @@ class MemoryWatch:
         """Note whether :meth:`look` will be called; if not, work that only serves it is omitted."""
 
     def freeing(self, device: str) -> Callable[[AllocationId, int], None]:
-        """Prepare for frees on a device, by UUID; the result is to be called with each freed allocation and its bytes."""
+        """Prepare for frees on a device, by UUID; the result is called with each freed allocation and its bytes."""
         return lambda _, __: None
 
     def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:

@@ -1,6 +1,6 @@
-"""The child of ``cubroker keep``: its start, its phases, the pause before the next one, and the next one in advance.
+"""The child of ``cubroker keep``: its start, its phases, the pause before the next start, and the child that stands by.
 
-Each phase has a limit, as those of a systemd service have (TimeoutStartSec, WatchdogSec, TimeoutStopSec)::
+Each phase has a time limit, like those of a systemd service (TimeoutStartSec, WatchdogSec, TimeoutStopSec)::
 
     STARTING ---READY---> SERVING ---STOPPING or told to end---> STOPPING
         |                    |                                      |
@@ -9,7 +9,7 @@ Each phase has a limit, as those of a systemd service have (TimeoutStartSec, Wat
      ABORTED <---------------+--------------- ABORTING --------> KILLED --- UNKILLABLE ---> STUCK
 
 A process that hangs while it starts or serves gets SIGABRT first, so that it can say where it hangs. A process that was
-told to end and does not gets SIGKILL. A process that is there after SIGKILL hangs in the kernel.
+told to end and does not gets SIGKILL. A process that still exists after SIGKILL hangs in the kernel.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  #: Signals whose default e
 
 ABORTING = 5.0  #: Seconds that a hung process has, after SIGABRT, to say where it hangs; then comes SIGKILL.
 UNKILLABLE = 10.0  #: Seconds after SIGKILL until a process counts as stuck in the kernel, as in a driver that hangs.
-LATE = 0.1  #: Part of a limit by which the keeper itself may be late. If it is later, the machine stood still.
-STEADY = 10.0  #: Seconds that a run must have lasted for its end to be followed by a start at once.
-FIRST_PAUSE = 0.05  #: Seconds after the second of several short runs in a row, doubled after each that follows.
+LATE = 0.1  #: Fraction of a limit by which the keeper itself may be late. If it is later, the machine stood still.
+STEADY = 10.0  #: Seconds that a run must have lasted for the next start to follow immediately.
+FIRST_PAUSE = 0.05  #: Seconds of pause after the second short run in a row, doubled after each further one.
 LONGEST_PAUSE = 5.0
-SETTLED = 1.0  #: Seconds that a run must have served before the next stands by: its clients come first, and it may end.
+SETTLED = 1.0  #: Seconds that a run must have served before the next process is started: clients come first.
 LONGEST_STANDBY_PAUSE = 600.0  #: Seconds between two starts of processes that end while they stand by.
 
 
 class KeeperSignals:
-    """The signals that the keeper handles until it is closed; none of them ends it by itself.
+    """The signals that the keeper handles until it is closed; none of them ends it by default.
 
-    A signal that is ignored stays ignored, as under nohup. Signals that were blocked and pending come first. The child
-    is to find those of ``mask`` blocked; None: those that are blocked now.
+    A signal that is ignored stays ignored, as under nohup. Signals that were blocked and pending are handled first. The
+    signals of ``mask`` are blocked when the child starts; None stands for those that are blocked now.
 
     Attributes:
         wakeup: readable when a signal came, or a child ended.
@@ -82,7 +82,7 @@ class KeeperSignals:
         return taken
 
     def blocked(self) -> AbstractContextManager[None]:
-        """Block the handled signals for a while."""
+        """Block the handled signals in a ``with`` block."""
         return blocked(self._handled)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def start(
 ) -> int:
     """Start a command and return its pid, which is that of its process group too.
 
-    The child does not die with its parent: a broker whose keeper was killed goes on to serve, and only the stored
+    The child does not die with its parent: a broker whose keeper was killed continues to serve, and only the stored
     descriptors are lost. This process must have a single thread. Raises ``OSError`` if there is no room for another.
 
     Args:
@@ -125,13 +125,13 @@ def start(
         environ: variables of the protocol, without those that need the pid.
         stored: descriptors, each at least 3, and their names.
         signals: those that this process handles, and the child must not.
-        say: told of a command that cannot be run.
-        standby: a descriptor that it gets if it is to stand by (:mod:`cubroker.server.standby`).
+        say: called with the reason if the command cannot be run.
+        standby: a descriptor that the child inherits if it is to stand by (:mod:`cubroker.server.standby`).
     """
     # Another manager's variables are for this process, not for the child.
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     inherited |= {STANDBY: OFFER if standby is None else str(standby), COMMAND: checksum(command)}
-    with signals.blocked():  # a signal that comes before the child is the program must wait, not be lost
+    with signals.blocked():  # a signal that arrives before the child has executed the program must wait
         pid = os.fork()
         if pid == 0:
             try:
@@ -149,7 +149,7 @@ def start(
 
 
 def _become(command: Sequence[str], environ: dict[str, str], stored: Mapping[int, str], signals: KeeperSignals) -> None:
-    os.setpgid(0, 0)  # a terminal's signals to its group come once, through the keeper
+    os.setpgid(0, 0)  # a terminal's signals to a group reach the child once, through the keeper
     pid = str(os.getpid())
     if stored:
         names = ":".join(_renumber(stored))
@@ -163,8 +163,8 @@ def _become(command: Sequence[str], environ: dict[str, str], stored: Mapping[int
 def _renumber(stored: Mapping[int, str]) -> list[str]:
     """Give descriptors the numbers from 3 on, and return the names in that order.
 
-    A descriptor with such a number keeps it, and the others get the free ones: no other number is needed meanwhile, and
-    none that is still to be moved is overwritten.
+    A descriptor with such a number keeps it, and the others get the free ones. So no temporary number is needed, and no
+    descriptor that is still to be moved is overwritten.
     """
     numbers = range(FIRST, FIRST + len(stored))
     others = iter([descriptor for descriptor in stored if descriptor not in numbers])
@@ -181,13 +181,13 @@ def _renumber(stored: Mapping[int, str]) -> list[str]:
 
 
 class TimeLimits(NamedTuple):
-    """Seconds that a process has; None: any number."""
+    """Seconds that a process has; None for no limit."""
 
     #: Until it says that it is ready.
     start: float | None = None
     #: Between two signs of life while it serves.
     watchdog: float | None = None
-    #: To end, once it was told to, or has said that it does.
+    #: To end, once it was told to or has announced it.
     stop: float | None = None
 
 
@@ -226,9 +226,9 @@ class Run:
     #: How long each phase may take.
     limits: TimeLimits = field(default_factory=TimeLimits)
     phase: RunPhase = RunPhase.STARTING
-    #: It has said that it serves.
+    #: Whether it has reported that it serves.
     ready: bool = False
-    #: It knows how to stand by, and so does another process of its command.
+    #: Whether it supports standing by, and so another process of its command does.
     stands_by: bool = False
     #: The last status that it sent.
     status: str = ""
@@ -240,7 +240,7 @@ class Run:
         self._enter(RunPhase.STARTING, self.began)
 
     def handle(self, fields: Mapping[str, str], now: float) -> list[str]:
-        """Take in a message of the process, and return what is worth a line in the log."""
+        """Handle a message of the process, and return the texts of lines for the log."""
         news = []
         self.status = fields.get("STATUS", self.status)
         if (watchdog := _seconds(fields, "WATCHDOG_USEC")) is not None:
@@ -267,7 +267,7 @@ class Run:
         return news
 
     def restart_time(self, now: float, limits: TimeLimits) -> None:
-        """Begin the time anew that the process has for its start, and give it other limits."""
+        """Give the process other limits, and the whole time for its start again."""
         self.limits = limits
         if self.phase is RunPhase.STARTING:
             self._enter(RunPhase.STARTING, now)
@@ -278,7 +278,7 @@ class Run:
             self._enter(RunPhase.STOPPING, now)
 
     def enforce(self, now: float) -> str | None:
-        """End a process whose time is over, and return what was done, if anything was."""
+        """End a process whose time is over; return the text for the log, None if nothing was done."""
         if now < self.due:
             return None
         if self.phase not in FORCED and now - self.due > LATE * self._granted:
@@ -296,7 +296,7 @@ class Run:
             self._enter(RunPhase.SERVING, now)
 
     def _enter(self, phase: RunPhase, now: float) -> None:
-        """Begin a phase, or begin its time anew."""
+        """Begin a phase, or the time of the present phase again."""
         self.phase = phase
         limits = {
             RunPhase.STARTING: self.limits.start,
@@ -337,7 +337,7 @@ class Backoff:
 
 
 class NextRun:
-    """The process that stands by, or will: when it is started, and how it takes the place of one that ended.
+    """The process that stands by: when it is started, and how it takes the place of one that ended.
 
     ::
 
@@ -345,8 +345,8 @@ class NextRun:
           ^                                           |                   |                        |
           +---------------------- it ends, or the keeper has no use for it-+------------------------+
 
-    It holds nothing until :meth:`NextRun.hand_over`, and duplicates after that. If it fails at any moment, the
-    keeper starts the next run from the stored descriptors, as without it.
+    It has none of the stored descriptors until :meth:`NextRun.hand_over`, and duplicates after that. If it fails at any
+    moment, the keeper starts the next run from the stored descriptors, as if there had been no standby.
     """
 
     def __init__(self, epoll: select.epoll) -> None:
@@ -354,24 +354,24 @@ class NextRun:
         self._backoff = Backoff(LONGEST_STANDBY_PAUSE)
         self._channel: socket.socket | None = None
         self._began = 0.0
-        #: Its pid; 0: there is none.
+        #: Its pid; 0 if there is no such process.
         self.pid = 0
-        #: It has imported everything, and waits.
+        #: Whether it has imported everything, and waits.
         self.waits = False
-        #: It has everything, and has not answered yet.
+        #: Whether the descriptors were handed to it, and it has not answered yet.
         self.handed = False
         #: When the next one is started; :meth:`expect` sets it.
         self.due = math.inf
 
     def expect(self, now: float) -> None:
-        """Have one started soon, since a run serves that knows how to stand by."""
-        if self.handed:  # it is that run, and has taken over, though it may not have been heard of here
+        """Schedule its start, since a run serves that supports standing by."""
+        if self.handed:  # it is that run, and has taken over, even if its answer was not read yet
             self._forget()
         if not self.pid:
             self.due = now + SETTLED
 
     def start(self, now: float, start: Callable[[int], int]) -> None:
-        """Start one; if that fails, raise ``OSError``, and try again after a pause.
+        """Start the process; if that fails, raise ``OSError``, and try again after a pause.
 
         Args:
             now: the time.
@@ -389,7 +389,7 @@ class NextRun:
         self._channel, self._began = ours, now
 
     def hears(self) -> str:
-        """Take in what it says; returns what is worth a line in the log."""
+        """Read a message of the process; return the text for the log, which may be empty."""
         if self._channel is None:
             return ""
         try:
@@ -406,7 +406,7 @@ class NextRun:
         return ""
 
     def hand_over(self, stored: Mapping[int, str]) -> int:
-        """Hand over to it, if there is one that waits, and return its pid; 0: there is none now, and no other run."""
+        """Hand over to the process if it waits, and return its pid; otherwise end it, if there is one, and return 0."""
         if self.waits and self._channel and hand_over(self._channel, stored):
             self.waits, self.handed = False, True
             return self.pid
@@ -414,14 +414,14 @@ class NextRun:
         return 0
 
     def end(self) -> None:
-        """Have no process stand by, and start none."""
+        """End the process that stands by, if there is one, and start none."""
         self.due = math.inf
         if self.pid and not self.handed:
             os.kill(self.pid, signal.SIGKILL)  # it is reaped like an orphan
         self._forget()
 
     def has_ended(self, now: float) -> None:
-        """Note that it has ended, and was reaped; another follows while :meth:`expect` has asked for one."""
+        """Note that the process ended and was reaped; schedule another, unless the descriptors were handed to it."""
         lasted, taken = now - self._began, self.handed
         self._forget()
         if not taken:

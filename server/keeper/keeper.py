@@ -1,9 +1,9 @@
-"""A supervisor of one process, small enough to be trusted with what must outlive it: ``cubroker keep``.
+"""``cubroker keep``: a supervisor of one process, small enough to be trusted with what must outlive that process.
 
-It answers systemd's notify protocol, keeps the descriptors that the process stores, and starts the process again with
-them when it ends. It has one thread and waits in one place. The order of the work there matters: hang-ups before
-messages, which may bring descriptors with the numbers of those that hung up; messages before the end of the process,
-whose last ones count.
+It answers systemd's notify protocol and keeps the descriptors that the process stores. When the process ends, it starts
+the process again with them. It has one thread and waits in one place. The order of the work there matters. Hang-ups are
+handled before messages, since a message may bring descriptors with the numbers of those that hung up. Messages are
+handled before the end of the process, since its last messages count.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from cubroker.server.keeper.child import (
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import LONGEST_NAME, Datagram, Malformed, close_all
 
-AT_ONCE = 512  #: Messages that are taken before signals and the watchdog have their turn.
+AT_ONCE = 512  #: Messages that are handled before signals and the watchdog are handled again.
 
 LEFT_BEHIND = 65536
-"""Messages that are looked for once the child has ended: more than any queue holds, but an end to a flood."""
+"""Messages that are read once the child has ended: more than any queue holds, and an end to a flood."""
 
 LONGEST_WAIT = 3600.0
-ANSWER = 3.0  #: Seconds in which a process that stood by has to answer that it takes over.
+ANSWER = 3.0  #: Seconds within which a process that stood by must answer that it takes over.
 RETRY_PAUSE = 0.1  #: Seconds before the next attempt when the machine has no memory left.
 LONGEST_LINE = 1000  #: Characters of a line in the log: it has to fit in one page of a pipe.
 MOST_COMPLAINTS = 100  #: Complaints about one run of the child, which may misbehave for ever.
 
 NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-"""0 in a Python that was built against an older C library: writes with it fail there, as to a terminal."""
+"""0 in a Python that was built against an older C library: then writes with it fail, as those to a terminal do."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is kept, and how."""
+    """What to run, and within which bounds."""
 
     #: Program and arguments.
     command: Sequence[str]
@@ -73,22 +73,22 @@ class Terms:
 
 
 def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
-    """Run a command again and again, until a signal asks for the end; return its exit status, as a shell has it.
+    """Run a command again and again, until a signal asks for the end; return its exit status, as a shell reports it.
 
     Args:
-        terms: what is kept, and how.
-        mask: signals that the command finds blocked; None: those that are blocked now.
+        terms: what to run, and within which bounds.
+        mask: the signals that are blocked when the command starts; None for those that are blocked now.
 
     Raises:
         Invalid: the limit of open files is too low for so many descriptors.
-        Unavailable: there is no place for the socket.
+        Unavailable: the socket cannot be created.
     """
     hide()
     limit = make_room(terms.descriptors)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(KeeperSignals(mask)))
         try:
-            # Others could flood a socket that they reach; and the user's runtime directory goes at their logout.
+            # Others could flood a socket that they reach; and the user's runtime directory is removed at logout.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-keep-"))
             path = str(Path(folder, "notify"))
             channel = stack.enter_context(sd_notify.listen(path))
@@ -135,7 +135,7 @@ class Keeper:
                 wait = True
             except (OSError, MemoryError) as error:  # stored descriptors must outlive a moment without memory
                 self._log.complain(f"cannot go on at the moment: {error}")
-                wait = False  # the wakeup for what is still undone does not come again
+                wait = False  # no further event wakes this for the work left undone
                 time.sleep(RETRY_PAUSE)
         return self._status
 
@@ -186,9 +186,9 @@ class Keeper:
             self._log.complain(f"no process can stand by: {error.strerror}")
 
     def _forward_signals(self) -> None:
-        """Pass signals on to the process; without one, those that ask for the end are answered here.
+        """Pass signals on to the process; if there is none, one that asks for the end ends the keeper.
 
-        The others wait until the process is ready: before that it may not have handlers, and they would end it.
+        Other signals wait until the process is ready: before that it may have no handlers, and they would end it.
         """
         for number in self._signals.take():
             if number in ENDING:
@@ -236,7 +236,7 @@ class Keeper:
         return None
 
     def _store(self, fields: dict[str, str], descriptors: list[int]) -> None:
-        """Store or remove; a message that asks for both removes, as systemd has it."""
+        """Store or remove; a message that asks for both removes, as with systemd."""
         removes = fields.get("FDSTOREREMOVE") == "1"
         if fields.get("FDSTORE") == "1" and not removes:
             name, poll = fields.get("FDNAME", NAMELESS), fields.get("FDPOLL") != "0"
@@ -249,7 +249,7 @@ class Keeper:
             self._stored.remove(fields["FDNAME"])
 
     def _reap(self) -> None:
-        """Reap ended processes: the one that is kept, and orphans, which are children of the first process."""
+        """Reap ended processes: the kept one, the one that stands by, and orphans, which process 1 inherits."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if self._run and ended.si_pid == self._run.pid:
@@ -261,10 +261,10 @@ class Keeper:
                         self._next.has_ended(time.monotonic())
 
     def _end_run(self, run: Run) -> None:
-        """Go on after the process's end. Until it is reaped no other process gets its number."""
+        """Handle the end of the process. Until it is reaped, no other process gets its pid."""
         self._receive(LEFT_BEHIND)
         with contextlib.suppress(OSError):  # all have ended
-            os.killpg(run.pid, signal.SIGKILL)  # the processes that it started and left running, as a service's
+            os.killpg(run.pid, signal.SIGKILL)  # the processes that it left running, as systemd does
         _, status = os.waitpid(run.pid, 0)
         self._run = None
         code = os.waitstatus_to_exitcode(status)
@@ -272,7 +272,7 @@ class Keeper:
         self._log.say(f"process {run.pid} {_how(status)}{_last_status(run)}")
         self._hear_standby()  # it may have taken over, and said so, before it ended
         now = time.monotonic()
-        if run.pid == self._next.pid and not self._told_to_end:  # it stood by, and did not: that was no run
+        if run.pid == self._next.pid and not self._told_to_end:  # it stood by and did not take over: that was no run
             self._next.has_ended(now)
             self._next_start = now
         else:
@@ -282,7 +282,7 @@ class Keeper:
         again = "" if self._first else f" again, with {len(self._stored)} descriptors"
         command = shlex.join(self._terms.command)
         self._log.new_run()
-        self._deferred.clear()  # a start does what they ask for
+        self._deferred.clear()  # a start does what the signals ask for
         if pid := self._next.hand_over(self._stored.names):
             self._run = Run(pid, now, self._terms.limits._replace(start=ANSWER))
             self._log.say(f"process {pid}, which stood by, starts{again}: {command}")
@@ -298,7 +298,7 @@ class Keeper:
         return None
 
     def _plan_next(self, run: Run, now: float) -> None:
-        """Decide what follows a run: the end, if that was asked for or nothing was ever won, else the next run."""
+        """Decide what follows: the end, if it was asked for or the first run failed with nothing stored; else a run."""
         hopeless = self._first and not run.ready and not len(self._stored)
         self._first = False
         self._over = self._told_to_end or hopeless
@@ -346,7 +346,7 @@ class StderrLog:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         if os.isatty(descriptor):
-            # A terminal knows no RWF_NOWAIT, and one that polls as writable may have room for a part of a line only.
+            # A terminal does not support RWF_NOWAIT, and may poll as writable with room for a part of a line only.
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         self._lost = 0
@@ -365,7 +365,7 @@ class StderrLog:
             pass  # the reader is gone
 
     def complain(self, text: str) -> None:
-        """Write a line about the child's behaviour, up to a number of them."""
+        """Write a line about the child's behaviour, up to :data:`MOST_COMPLAINTS` per run."""
         self._complaints += 1
         if self._complaints < MOST_COMPLAINTS:
             self.say(text)
@@ -373,19 +373,19 @@ class StderrLog:
             self.say(f"{text}; further complaints will not be reported before the next start")
 
     def new_run(self) -> None:
-        """Count the complaints of another run."""
+        """Count complaints from 0 again."""
         self._complaints = 0
 
 
 def _write(descriptor: int, line: bytes) -> None:
-    """Write a line at once, or raise BlockingIOError. Others may have the file too, so its mode is left alone."""
+    """Write a line immediately, or raise BlockingIOError. Others share the open file, so O_NONBLOCK is not set."""
     try:
         os.pwritev(descriptor, [line], -1, NOWAIT)
     except BlockingIOError:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise
         os.write(descriptor, line)  # XFS and btrfs never extend a file without waiting
-    except OSError:  # terminals and other files know no such flag
+    except OSError:  # terminals and some other files do not support the flag
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         if not poll.poll(0):
@@ -406,7 +406,7 @@ DEFAULT_DESCRIPTORS = 4096
 MOST_DESCRIPTORS = MOST_BYTES // (LONGEST_NAME + 1)
 """Descriptors whose names, however long, fit in the environment of the next run: a broker relies on the number."""
 
-SPARE = 1024  #: Files that the child may have open besides those that it stored and got back.
+SPARE = 1024  #: Files that the child may have open in addition to those that it stored and inherited.
 
 F_DUPFD_QUERY = 1027  #: Linux 6.10 (linux/fcntl.h; Python does not name it).
 
@@ -425,12 +425,12 @@ _Inode = tuple[int, int]
 
 
 class FdSet:
-    """Up to ``limit`` stored descriptors. ``epoll`` reports those that hang up; its other events belong to others."""
+    """Up to ``limit`` stored descriptors. ``epoll`` reports those that hang up; its other events are the caller's."""
 
     def __init__(self, limit: int, epoll: select.epoll) -> None:
         self.limit = limit
         self._epoll = epoll
-        #: The name of each descriptor, in the order of their arrival; to be read alone.
+        #: The name of each descriptor, in the order of their arrival; callers only read it.
         self.names: dict[int, str] = {}
         self._inodes: dict[int, _Inode] = {}
         self._by_inode: dict[_Inode, list[int]] = {}
@@ -482,7 +482,7 @@ class FdSet:
         if not self._by_inode[inode]:
             del self._by_inode[inode]
         with contextlib.suppress(OSError):  # it was not polled
-            self._epoll.unregister(descriptor)  # closing does not, while others have the same file open
+            self._epoll.unregister(descriptor)  # close() does not do that while others have the same file open
         close_all([descriptor])
 
     def close(self) -> None:
@@ -492,7 +492,7 @@ class FdSet:
 
     def _watch(self, descriptor: int, name: str) -> Sequence[str]:
         try:
-            self._epoll.register(descriptor, 0)  # hang-ups and errors are reported unasked
+            self._epoll.register(descriptor, 0)  # hang-ups and errors are always reported
         except PermissionError:
             pass  # a kind of file that never hangs up
         except OSError as error:
@@ -503,8 +503,8 @@ class FdSet:
 def make_room(descriptors: int | None) -> int:
     """Raise the limit of open files, the child's too, for that many stored descriptors; return their number.
 
-    The child gets each of them back, and may have opened as many for others: hence twice as many. None: 4096, or as
-    many as the limit allows. Raises ``Invalid`` if it cannot be raised so far, or they cannot all be handed over.
+    The child inherits all of them and may have opened as many others, hence twice as many. None stands for 4096, or as
+    many as the limit allows. Raises ``Invalid`` if the limit cannot be raised so far, or the child cannot inherit all.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -528,7 +528,7 @@ def make_room(descriptors: int | None) -> int:
 
 
 def _inode(descriptor: int) -> _Inode:
-    """Return the inode of a descriptor, so that few files have to be compared; (0, 0) if the file does not say."""
+    """Return the inode of a descriptor, so that few files have to be compared; (0, 0) if it has none."""
     try:
         status = os.fstat(descriptor)
     except OSError:
@@ -537,7 +537,7 @@ def _inode(descriptor: int) -> _Inode:
 
 
 def same_file(one: int, other: int) -> bool:
-    """Whether two descriptors share an open file, and not merely an inode; False where the kernel does not tell."""
+    """Whether two descriptors share an open file, and not merely an inode; False if the kernel does not tell."""
     try:
         return bool(fcntl.fcntl(one, F_DUPFD_QUERY, other))
     except OSError:
@@ -545,7 +545,7 @@ def same_file(one: int, other: int) -> bool:
 
 
 def same_by_comparison(one: int, other: int) -> bool:
-    """Compare as kernels before 6.10 do; a container may forbid it, and then the answer is False."""
+    """Compare by kcmp(2), for kernels before 6.10; False if a container forbids that call."""
     call = KCMP.get(platform.machine())
     if call is None:
         return False

@@ -1,7 +1,7 @@
 """What operators see of a broker: the log of who did what, metrics, and a page.
 
 :class:`~cubroker.server.monitoring.observer.LedgerObserver` watches the ledger from the broker's loop; ``http``
-and ``metrics`` run on a thread of their own, and are loaded only where metrics are on. Imported by the broker and
+and ``metrics`` run on a thread of their own, and are loaded only if metrics are on. Imported by the broker and
 ``main``, and by the check of settings.
 """
 
@@ -13,9 +13,9 @@ from cubroker.protocol.errors import Unsupported, needing
 
 
 def obstacle() -> str:
-    """Load what serves metrics; return why that cannot be, and what to install, or nothing.
+    """Load the modules that serve metrics; return why that failed and what to install, or an empty text.
 
-    A package of the extra ``server`` may be missing. That is no reason not to lend memory: a broker serves without.
+    A package of the extra ``server`` may be missing. The broker then lends memory without metrics.
     """
     try:
         with needing("serving metrics, as metrics.listen says,", "cubroker[server]"):

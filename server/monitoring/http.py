@@ -1,12 +1,12 @@
 """Metrics and a page over HTTP, on a thread of their own: on a loopback port, or a Unix socket with a mode.
 
-Parsing, encoding and slow readers are this thread's alone. It asks the broker's loop for a snapshot now and then. That
-is no event of the broker's: it changes nothing, so no stage of the broker knows of it.
+Parsing, encoding and slow readers occupy only this thread. It asks the broker's loop for a snapshot now and then. That
+is not an event of the broker: it changes nothing, so no stage of the broker handles it.
 
-A reader may be slow, hostile or many, and must cost the broker nothing. So a reader has a bounded time to ask and to
-take each piece of the reply, and there are so many connections and streams at once. The standard library's
-``http.server`` has a time limit for each read and write alone, and a thread for each connection; prometheus_client
-serves by it. h11 parses and writes HTTP here, and asyncio keeps the time.
+Readers may be slow, hostile or many, and must cost the broker nothing. So a reader has a bounded time to send its
+request and to receive each piece of the reply, and the numbers of connections and streams are bounded. The standard
+library's ``http.server``, which prometheus_client uses, limits only the time of each single read and write, and has a
+thread for each connection. So h11 parses and writes HTTP here, and asyncio enforces the time limits.
 
 Programs send the token as ``Authorization: Bearer TOKEN`` (RFC 6750), browsers as the password of HTTP Basic (RFC
 7617), with any user name. Browsers keep such a password for one scheme, host and port, so another user's port on this
@@ -56,9 +56,9 @@ from cubroker.server.transport.unix_sockets import BoundSocket
 log = logging.getLogger(__name__)
 
 MAX_HEAD = 8192  #: Bytes of a request: its line and its headers.
-MAX_CONNECTIONS = 32  #: Connections at once; more are closed as they come. Each takes a descriptor of the broker's.
-MAX_STREAMS = 8  #: Of these, those that an endless reply may have.
-TIMEOUT = 10.0  #: Seconds that a reader may take to send its request, and to take each piece of the reply.
+MAX_CONNECTIONS = 32  #: Connections at the same time; further ones are closed. Each uses a descriptor of the broker.
+MAX_STREAMS = 8  #: How many of these may have an endless reply.
+TIMEOUT = 10.0  #: Seconds that a reader may take to send its request, and to receive each piece of the reply.
 CHUNK = 64 << 10  #: Bytes of a piece.
 GZIP_LEVEL = 3  #: A view of 200 pools, 130 KB, takes a third of a millisecond and becomes 12 KB; level 6 takes 0.8 ms.
 MIN_GZIP = 1024  #: Bytes of a body that is worth compressing.
@@ -79,16 +79,16 @@ CHALLENGE = (("WWW-Authenticate", 'Basic realm="cubroker", charset="UTF-8"'), ("
 Body = bytes | AsyncIterator[bytes]
 
 BACKLOG = 32  #: Connections that may wait to be accepted.
-EVENT_INTERVAL = 1.0  #: Seconds between two pictures, at least: more are of no use to eyes.
+EVENT_INTERVAL = 1.0  #: Seconds between two pictures, at least: more would be of no use to people.
 HEARTBEAT = 10  #: Intervals after which a stream without news gets a comment, so that a dead reader is found.
-MIN_AGE = 0.5  #: Seconds for which a snapshot is good enough.
-COST_FACTOR = 20  #: It is good enough for as many times as long as it took: a twentieth of the loop's time at most.
+MIN_AGE = 0.5  #: Seconds for which a snapshot is reused, at least.
+COST_FACTOR = 20  #: It is reused for so many times as long as it took: a twentieth of the loop's time at most.
 VIEW_TIMEOUT = 5.0  #: Seconds that the loop may take before a reader is told that it does not answer.
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A response: a whole body, or a stream that ends when its reader goes."""
+    """A response: a whole body, or a stream that ends when its reader disconnects."""
 
     #: The media type.
     kind: str
@@ -98,22 +98,22 @@ class HttpResponse:
 
 
 Routes = Mapping[str, Callable[[], Awaitable[HttpResponse]]]
-"""What makes the response, by path."""
+"""The functions that make the responses, by path."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCheck:
-    """Tells which routes a reader gets."""
+    """Decides which routes a reader may use."""
 
-    #: Opens everything; None: no token is asked for.
+    #: The token that opens everything; None if no token is required.
     token: bytes | None
-    #: For readers who show the token.
+    #: The routes for readers who send the token.
     everything: Routes
-    #: For readers who show no token; None: they have to show it.
+    #: The routes for readers who send no token; None if they must send it.
     otherwise: Routes | None
 
     def admit(self, headers: Mapping[bytes, bytes]) -> Routes | None:
-        """Return the routes for the sender of a request with these headers; None: it has to show the token."""
+        """Return the routes for the sender of a request with these headers; None if it must send the token."""
         shown = headers.get(b"authorization")
         if self.token is None or shown is None:
             return self.otherwise
@@ -134,7 +134,7 @@ def _token(authorization: bytes) -> bytes:
 
 
 class HttpServer:
-    """Answers each connection with the response of its path's route, if ``check`` gives its reader that."""
+    """Answers each connection with the response of its path's route, if ``check`` lets the reader use that route."""
 
     def __init__(self, check: TokenCheck) -> None:
         self._check = check
@@ -152,7 +152,7 @@ class HttpServer:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close all connections, and those still to come: asyncio's server waits for all, and streams have no end."""
+        """Close all connections, also later ones: asyncio's server waits for all of them, and streams have no end."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -212,7 +212,7 @@ class HttpServer:
             for start in range(0, 0 if empty else len(body), CHUNK):
                 await _write(writer, http.send(h11.Data(body[start : start + CHUNK])))
             await _write(writer, http.send(h11.EndOfMessage()))
-            with suppress(TimeoutError, OSError):  # closing at once would lose what is not read yet
+            with suppress(TimeoutError, OSError):  # closing immediately would lose what is not read yet
                 async with asyncio.timeout(TIMEOUT):
                     writer.close()
                     await writer.wait_closed()
@@ -248,7 +248,7 @@ def _compressed(response: HttpResponse) -> HttpResponse:
 
 
 async def _compressed_pieces(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield pieces as one gzip stream, of which a reader has each piece whole when it arrives."""
+    """Yield pieces as one gzip stream, flushed so that a reader can decode each piece when it arrives."""
     packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     async for piece in pieces:
         yield packer.compress(piece) + packer.flush(zlib.Z_SYNC_FLUSH)
@@ -262,9 +262,9 @@ async def _write(writer: asyncio.StreamWriter, data: bytes | None) -> None:
 
 
 def _is_foreign(path: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a page of another origin had the browser send a request, and not the user, by a link to ``/`` in a tab.
+    """Whether a page of another origin sent a request, other than one for ``/`` as the document of a tab.
 
-    Such a page cannot read the response, but each request holds a connection, and ``/events`` holds a stream for good.
+    Such a page cannot read the response, but each request holds a connection, and ``/events`` a stream permanently.
     Another port of this host is another origin, and may be another user's. Programs other than browsers send no
     ``Sec-Fetch-Site`` (https://www.w3.org/TR/fetch-metadata/).
     """
@@ -275,7 +275,7 @@ def _is_foreign(path: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a request names this host by a loopback address: a page elsewhere whose name leads here does not."""
+    """Whether ``Host`` is localhost or a loopback address: a foreign name that resolves to this host is neither."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name == "localhost":
         return True
@@ -286,7 +286,7 @@ def _is_here(host: str) -> bool:
 
 
 def read_token(path: Path) -> bytes:
-    """Return the token in a file; raises ``Invalid`` without one, or where others than root and this user have it."""
+    """Return the token in a file; raises ``Invalid`` if it has none, or others than root and this user have access."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -315,9 +315,10 @@ def read_token(path: Path) -> bytes:
 def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) -> HttpThread | None:
     """Serve metrics and the page, where ``metrics`` says, until the result is closed.
 
-    A reader who shows the token of ``metrics.token_file`` sees everything; without such a file, so does everybody who
-    may connect to the Unix socket. Others see what strangers to all pools may, if ``metrics.public`` says so, and else
-    nothing. None, and a line in the log, if the address or the token cannot be used: the broker serves without.
+    A reader who sends the token of ``metrics.token_file`` sees everything; without such a file, so does everybody who
+    may connect to the Unix socket. Others see what strangers to all pools may see, if ``metrics.public`` is set, or
+    nothing. If the address or the token cannot be used, the reason is logged and the result is None: the broker then
+    serves without metrics.
     """
     where = metrics.listen
     assert where is not None
@@ -347,7 +348,7 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
 
 
 def _readers(metrics: Metrics) -> str:
-    """Say in words who sees them."""
+    """Return a text that says who can read the metrics."""
     bearers = "for who has the token" if metrics.token_file is not None else ""
     if isinstance(metrics.listen, Path):
         passing = f"for whom mode {metrics.access.mode:03o} lets pass"
@@ -365,7 +366,7 @@ def _name(listener: socket.socket) -> str:
 
 
 class HttpThread:
-    """Serves on a listening socket, on a thread of its own, until it is closed, and with it the socket and its file."""
+    """Serves on a listening socket, on a thread of its own. Closing it also closes the socket and removes its file."""
 
     def __init__(self, listener: socket.socket, check: TokenCheck, bound: BoundSocket | None = None) -> None:
         self._listener = listener
@@ -377,7 +378,7 @@ class HttpThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no more. It takes a moment, in which the broker's loop has to be free."""
+        """Stop serving. This takes a moment, in which the broker's loop must not be blocked."""
         if self._bound:
             self._bound.remove()
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -398,8 +399,8 @@ class HttpThread:
 class Site:
     """The responses for one kind of reader, by path in ``routes``: the page, its data, and the metrics.
 
-    They are made of snapshots, which are taken on the broker's ``loop``, no more often than that has time for, and show
-    ``everything``, or else what strangers may know.
+    They are made of snapshots, which are taken on the broker's ``loop``, no more often than :data:`COST_FACTOR` allows,
+    and have ``everything``, or else what strangers may know.
     """
 
     def __init__(
@@ -440,7 +441,7 @@ class Site:
 
     async def take(self) -> Snapshot:
         """Return a recent snapshot; raises ``TimeoutError`` if the loop does not answer."""
-        # All readers that wait for the lock wait for the same loop, and time out as soon.
+        # The time limit includes the lock: all readers that wait for it wait for the same loop.
         async with asyncio.timeout(VIEW_TIMEOUT), self._turn:
             if self._latest is not None and time.monotonic() < self._until:
                 return self._latest
@@ -459,7 +460,7 @@ class Site:
             snapshot = self._observer.snapshot(everything=self._everything)
             taken.set_result((snapshot, time.monotonic() - began))
         finally:
-            if not taken.done():  # by a mistake of ours, which the loop logs
+            if not taken.done():  # because of a bug, whose exception the loop logs
                 taken.set_exception(InternalFailure("the broker failed at looking at itself; its log says more"))
 
     def _picture(self, view: View) -> bytes:
@@ -480,7 +481,7 @@ class Site:
                 quiet = 0
                 yield b": nothing new\n\n"
             quiet += 1
-            await asyncio.sleep(EVENT_INTERVAL)  # a pace: all that is new meanwhile comes in one picture
+            await asyncio.sleep(EVENT_INTERVAL)  # all changes in this time are in one picture
 
 
 def _encode(view: View) -> bytes:
@@ -499,7 +500,7 @@ def _encode(view: View) -> bytes:
 
 @cache
 def _user_name(uid: int) -> str:
-    """Return the name of a user, or the number where there is none."""
+    """Return the name of a user, or the number if there is no name."""
     if uid == HIDDEN_ID:
         return "other users"
     try:
@@ -510,7 +511,7 @@ def _user_name(uid: int) -> str:
 
 @cache
 def _page() -> HttpResponse:
-    """Return the page, with the policy that lets it run and show what is in it, and nothing else."""
+    """Return the page, with a security policy that permits its own script and style, and nothing else."""
     page = files(__package__).joinpath("page.html").read_bytes()
     hashes = {}
     for tag in ("style", "script"):

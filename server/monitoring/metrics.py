@@ -34,7 +34,7 @@ DEVICE = ("index", "device")
 """The labels of a device."""
 
 BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Seconds. A request that is answered at once takes less than a millisecond; the rest wait for memory or a version."""
+"""Seconds. A request that need not wait takes less than a millisecond; the rest wait for memory or a version."""
 
 COLUMNS = {
     "total": "Bytes that a device has.",
@@ -42,28 +42,28 @@ COLUMNS = {
     "allocated": "Bytes of a device that are allocated, those that are being freed among them.",
     "promised": "Bytes of a device that are granted and not allocated yet.",
 }
-"""What is told of each device, by the fields of :class:`cubroker.protocol.status.DeviceInfo`."""
+"""The gauges of each device, by field of :class:`cubroker.protocol.status.DeviceInfo`."""
 
 OUT_OF_SERVICE = ("superseded", "retired")  #: States of versions that workers should leave.
 FREEING = "freeing"  #: The state of memory that no version needs and that its device has not taken back yet.
 OTHER = "(other)"  #: Stands for all names without a label of their own. No pool can have this name.
 HIDDEN = "(private)"  #: Stands for pools and users whose names the reader may not know.
-MAX_NAMES = 200  #: Names that have a label at once.
-LINGER = 3600.0  #: Seconds for which a name that is gone keeps its label; only then another may have its place.
+MAX_NAMES = 200  #: Names that may have a label at the same time.
+LINGER = 3600.0  #: Seconds for which a name that is gone keeps its label; only then may another name have its place.
 
 
 class LabelLimiter:
-    """The names that have a label of their own: so many at once and per time, so that users cannot fill a database.
+    """The names that have a label of their own: limited at any time and over time, lest users fill a database.
 
     A name that has a label keeps it for as long as it exists.
     """
 
     def __init__(self) -> None:
-        #: By name, when it was seen last.
+        #: When each name was seen last.
         self._seen: dict[str, float] = {}
 
     def update(self, names: Iterable[str], now: float) -> None:
-        """Note which names exist ``now``, in seconds from any beginning; the most important first."""
+        """Note which names exist ``now``, in seconds since an arbitrary moment; the most important first."""
         there = dict.fromkeys(names, now)
         self._seen = {name: then for name, then in self._seen.items() if name in there or now - then < LINGER}
         for name in there:
@@ -78,17 +78,18 @@ class LabelLimiter:
 
 
 class VersionAges:
-    """Since when versions are superseded or retired, as far as that is known.
+    """Since when versions have been superseded or retired, as far as that is known.
 
-    No listing says it. It is when they were seen so first, or when the next version that there is was published.
+    No listing has that time. It is taken as the earlier of two: when the version was first seen in such a state, and
+    when the next version that still exists was published.
     """
 
     def __init__(self) -> None:
-        #: By name, number and publication: when it was seen first.
+        #: When each version was first seen so, by name, number and publication.
         self._seen: dict[tuple[str, int, float | None], float] = {}
 
     def update(self, pools: Iterable[PoolInfo], now: float) -> Mapping[tuple[str, int], float]:
-        """Return it of each such version, by name and number, in seconds since 1970; ``now`` these are all versions."""
+        """Return that time for each such version of all ``pools``, by name and number, in seconds since 1970."""
         seen: dict[tuple[str, int, float | None], float] = {}
         found: dict[tuple[str, int], float] = {}
         later: dict[str, float] = {}
@@ -138,7 +139,7 @@ def _known(code: str) -> str:
 
 
 class MetricsWriter:
-    """Writes the text of all metrics; sessions, requests and ``counters`` only where views have ``everything``."""
+    """Writes the text of all metrics; sessions, requests and ``counters`` only if views have ``everything``."""
 
     def __init__(self, counters: CollectorRegistry, *, everything: bool = True) -> None:
         self._everything = everything
@@ -183,7 +184,7 @@ class MetricsWriter:
             yield from self._private(view, gauges, now)
 
     def _private(self, view: View, gauges: BrokerGauges, now: float) -> Iterator[Metric]:
-        """Yield what is counted only where views have everything."""
+        """Yield the gauges that are shown only if views have everything."""
         sessions = [((client.state, self._users.label(str(client.uid))), 1) for client in view.clients]
         words = "Sessions; those that are detached have lost their connection."
         yield _gauge("cubroker_sessions", words, ("state", "user"), sessions)
@@ -212,7 +213,7 @@ class MetricsWriter:
             yield GaugeMetricFamily("cubroker_store_descriptors_limit", words, gauges.storable)
 
     def _old_leases(self, view: View, now: float) -> Mapping[tuple[str], float]:
-        """Return how long the longest lease on a version out of service has been one, by the label of the pool."""
+        """Return for how long a lease has been on a version out of service: the longest time, by label of the pool."""
         longest = {(self._pools.label(pool.name),): 0.0 for pool in view.pools}
         ages = self._ages.update(view.pools, now)
         for lease in (lease for client in view.clients for lease in client.leases):
@@ -223,7 +224,7 @@ class MetricsWriter:
 
 
 class _Families(list[Metric]):
-    """Metrics that were collected, as a registry has them."""
+    """Collected metrics, with the interface of a registry."""
 
     def collect(self) -> Iterable[Metric]:
         return self

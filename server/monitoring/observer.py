@@ -1,8 +1,8 @@
-"""What the broker does for its sessions, as operators see it: an audit log, counts, and snapshots of the ledger.
+"""Shows operators what the broker does for its sessions: an audit log, counts, and snapshots of the ledger.
 
-The audit log says who did what, and why it went so, in one line each. Publications, ends and rejections are at
-``info``; everything else, which is most, at ``debug``. Users cause these lines, so each user has only so many of them
-at ``info``.
+Each line of the audit log says who did what, with its outcome and the reason. Publications, ends and rejections are at
+``info``; everything else, which is most, at ``debug``. Users cause these lines, so the number of lines at ``info`` is
+limited for each user.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from cubroker.server.transport.peer_credentials import RateLimiter
 log = logging.getLogger(__name__)
 
 BURST, REFILL = 200, 1.0
-"""Lines at ``info`` that one user has at once, and seconds after which a user has one more."""
+"""Lines at ``info`` that one user can cause in a burst, and seconds after which a user can cause one more."""
 
 PLAIN = frozenset((Failed, Created, Sealed, Retirement))  #: Replies that are worth a line at ``info``.
 FAILURE = "the broker failed at looking at what happens"
@@ -84,11 +84,11 @@ class BrokerGauges:
     restarts: int = 0
     #: Descriptors that the store has of this broker; None without a store.
     stored: int | None = None
-    #: Descriptors that the store takes of this broker; None without a store.
+    #: Descriptors that the store can have of this broker; None without a store.
     storable: int | None = None
     #: Bytes that processes refer to beyond their leases, by user, as far as that is known.
     beyond_leases: Mapping[int, int] = field(default_factory=dict)
-    #: For how many seconds each device, by UUID, has been freeing the first of what it is to free; 0 if it is absent.
+    #: Seconds for which each device, by UUID, has been at its oldest unfinished free; absent if it has none.
     freeing: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -97,13 +97,13 @@ class Snapshot:
     """A broker at one moment, as metrics and the page show it."""
 
     view: View
-    #: Rises with everything that happens.
+    #: Increases with every event.
     revision: int
     gauges: BrokerGauges = BrokerGauges()
 
 
 class EventCounter:
-    """Counts what happens. This base class does not: metrics are off."""
+    """Counts what happens. This base class counts nothing, for when metrics are off."""
 
     def request_answered(self, request: str, seconds: float, code: str = "") -> None:
         """Count an answered request of a kind; ``code`` says why it was rejected, if it was."""
@@ -119,7 +119,7 @@ class PendingRequest(Struct, frozen=True):
     """A request without a reply yet."""
 
     body: Request
-    #: The pool whose draft the request is about, by its lease.
+    #: The pool of the draft whose lease the request names; empty if it names none.
     leased: str
     #: The time of its arrival, by the monotonic clock.
     since: float
@@ -131,7 +131,7 @@ class PendingRequest(Struct, frozen=True):
 
     @property
     def pool(self) -> str:
-        """The name of the pool that the request is about, if it says so."""
+        """The name of the pool that the request is about; empty if the request names none."""
         if isinstance(self.body, Naming):
             return self.body.name
         return self.body.pool or "" if isinstance(self.body, Tell) else self.leased
@@ -162,16 +162,16 @@ def _describe(request: PendingRequest, reply: Reply) -> tuple[int, str, dict[str
 
 
 class Releases:
-    """What devices are freeing, and since when: memory, and multicast groups, which are unbound before."""
+    """What devices are freeing, and since when: memory, and multicast groups, which are unbound before it."""
 
     def __init__(self) -> None:
         #: The devices of each group.
         self._groups: dict[int, tuple[str, ...]] = {}
-        #: By ticket and numbers, or by group: the devices, and when it began.
+        #: The devices and the start of each release, by ticket and numbers, or by group.
         self._under_way: dict[object, tuple[tuple[str, ...], float]] = {}
 
     def begun(self, effect: Free | BindMulticast | UnbindMulticast, now: float) -> None:
-        """Note what devices are told ``now``, in seconds from any beginning."""
+        """Note an effect that is executed ``now``, in seconds since an arbitrary moment."""
         match effect:
             case BindMulticast():
                 self._groups[effect.group] = tuple(device for device, _ in effect.members)
@@ -181,12 +181,12 @@ class Releases:
                 self._under_way.setdefault((effect.ticket, effect.numbers), ((effect.device,), now))
 
     def done(self, event: Freed | MulticastUnbound) -> None:
-        """Note that a device has done so."""
+        """Note that a release has finished."""
         key = event.group if isinstance(event, MulticastUnbound) else (event.ticket, event.numbers)
         self._under_way.pop(key, None)
 
     def longest(self, now: float) -> Mapping[str, float]:
-        """Return for how long each device has been busy with the first of what it has not done yet."""
+        """Return for how long each device has been at its oldest unfinished release."""
         found: dict[str, float] = {}
         for devices, since in self._under_way.values():
             for device in devices:
@@ -197,12 +197,12 @@ class Releases:
 class LedgerObserver:
     """Watches a ledger, for the log and for metrics. Only the broker's loop calls it, unless a method says otherwise.
 
-    ``counter`` is told besides what no event tells. ``gauges`` are the facts that do not change; of ``stored`` the
-    broker's own descriptors, without the ledger's.
+    ``counter`` also counts what is no event of the ledger; its other callers report that. ``gauges`` has the facts that
+    do not change; its ``stored`` counts the broker's own descriptors, without the ledger's.
     """
 
     def __init__(self, ledger: Ledger, counter: EventCounter | None = None, gauges: BrokerGauges | None = None) -> None:
-        #: Rises with everything that happens. Any thread may read it.
+        #: Increases with every event. Any thread may read it.
         self.revision = 0
         self._ledger = ledger
         self.counter = counter or EventCounter()
@@ -214,7 +214,7 @@ class LedgerObserver:
         self._pending: defaultdict[int, dict[int, PendingRequest]] = defaultdict(dict)
 
     def snapshot(self, *, everything: bool) -> Snapshot:
-        """Return how the broker fares, with ``everything`` or with what strangers to all pools may know."""
+        """Return a snapshot of the broker, with ``everything`` or with what strangers to all pools may know."""
         stored = self._gauges.stored
         gauges = replace(
             self._gauges,
@@ -250,7 +250,7 @@ class LedgerObserver:
             if (who := self._ledger.holder(event.session)) is not None and who.leases:
                 why = "the connection has ended"
                 self._log(logging.INFO, who, f"{why}; {_count(who.leases)} until the process does", why=why)
-            self._pending.pop(event.session, None)  # what waits of it is not answered any more
+            self._pending.pop(event.session, None)  # its pending requests are not answered any more
         elif isinstance(event, ProcessExited) and (who := self._ledger.holder(event.session)) is not None:
             why = "the process has ended"
             if who.leases:
@@ -278,7 +278,7 @@ class LedgerObserver:
                 self._pending.pop(effect.session, None)
 
     def _measured(self) -> None:
-        """Log once that a user has too much memory beyond leases, and once that it has no longer."""
+        """Log once when a user has too much memory beyond leases, and once when that is over."""
         before, self._excesses = self._excesses, self._ledger.excesses()
         for uid in self._excesses.keys() - before.keys():
             log.warning("user %d gets no leases: %s", uid, self._excesses[uid], extra={"uid": uid})
@@ -293,7 +293,7 @@ class LedgerObserver:
             return
         code = reply.code if isinstance(reply, Failed) else ""
         self.counter.request_answered(request.kind, time.monotonic() - request.since, code)
-        # The log has a line already about what was denied.
+        # The log already has a line about a request that was denied.
         if code != Denied.code and (type(reply) in PLAIN or log.isEnabledFor(logging.DEBUG)):
             level, text, fields = _describe(request, reply)
             if request.pool:

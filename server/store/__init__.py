@@ -1,4 +1,4 @@
-"""What survives a broker: the journal of its ledger, and its descriptors in the hands of the service manager.
+"""What survives a broker: its journal, and its descriptors, which the service manager keeps.
 
 ``sd_notify`` is the protocol of both sides; ``keeper`` imports it and nothing else of this folder. The rest is for the
 broker. Imports ``protocol`` and the system calls of ``driver.system_calls``.

@@ -1,6 +1,6 @@
-"""What outlives the broker: descriptors in the hands of the service manager, and the journal among them.
+"""The descriptors that outlive the broker, the journal's among them: the service manager keeps them.
 
-The event loop never waits for the manager: an :class:`AsyncNotifier` keeps its messages, in order, until there is room.
+The event loop never waits for the manager: an :class:`AsyncNotifier` queues messages, in order, until there is room.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 JOURNAL = "ledger"  #: The name under which the journal is stored.
 MOST = 256  #: Names whose descriptors may wait to be stored, with about two duplicates each.
-PAUSE = 0.05  #: Seconds between two attempts where the kernel does not report room.
+PAUSE = 0.05  #: Seconds between two attempts while the kernel does not report when there is room.
 
 _OURS = re.compile(r"s[0-9]+|m[0-9]+\.[0-9]+")
 """The names of sessions and of memory, neither of which is stored before the journal."""
 
 
 class StoreReplied(NamedTuple):
-    """Descriptors that had to wait for the store are stored, or will not be."""
+    """The outcome for descriptors that had to wait for the store."""
 
     #: The name under which they were to be stored.
     name: str
-    #: Why they are not stored.
+    #: Why they are not stored; None if they are.
     error: Unavailable | None
 
 
@@ -55,14 +55,14 @@ class _Message:
     descriptors: Sequence[int] = ()
     #: Ends the wait.
     timer: asyncio.TimerHandle | None = None
-    #: Gets the outcome, with the name under which they are stored.
+    #: Gets the outcome, with the name under which the descriptors are stored.
     replies: ReplyQueue | None = None
     name: str = ""
     #: Its place among all messages that ever waited, from 1 on.
     number: int = 0
 
     def conclude(self, error: Unavailable | None) -> None:
-        """Tell what became of it."""
+        """Report the outcome of the message."""
         if self.replies:
             self.replies.put(StoreReplied(self.name, error))
         elif error:
@@ -70,38 +70,38 @@ class _Message:
 
 
 class AsyncNotifier:
-    """Sends at once if the manager has room, and otherwise keeps messages until it has.
+    """Sends messages immediately if the manager has room, and otherwise queues them until it has.
 
-    A newer sign of life or status replaces the one that waits. Descriptors wait a limited time; removals wait for ever,
-    since descriptors that are never removed would fill the store. Threads that may block use ``manager`` itself. The
-    two keep no order with each other, so neither stores or removes names of the other; a thread that stores may
-    :meth:`await_turn`. Closes ``manager`` at its end.
+    A newer sign of life or status replaces one that waits. Descriptors wait for a limited time. Removals wait for ever,
+    since descriptors that are never removed would fill the store. Threads that may block use ``manager`` itself. There
+    is no order between the two ways, so neither is used for names of the other; a thread that stores may call
+    :meth:`await_turn`. :meth:`close` closes ``manager``.
     """
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
         self._messages: dict[object, _Message] = {}
         self._posted = 0
-        #: Of the message that is sent next. Threads wait for its change.
+        #: The number of the message that is sent next. Threads wait for its change.
         self._next = 1
         self._progress = threading.Condition()
         self._waits = False
 
     def say(self, text: str, kind: str = "") -> None:
-        """Send a message; it replaces one of the same ``kind`` that waits. Failures are logged."""
+        """Send a message, which replaces a waiting one of the same ``kind``. Failures are logged."""
         if waiting := self._messages.get(kind):
             waiting.text = text
         else:
             self._post(kind or object(), _Message(text))
 
     def store(self, name: str, descriptors: Sequence[int], replies: ReplyQueue) -> bool:
-        """Store descriptors under a name, which is used once, until they hang up; return whether that was sent.
+        """Store descriptors until they hang up, under a name that is used once; return whether the message was sent.
 
-        Otherwise ``replies`` gets the outcome later, unless :meth:`remove` comes before.
+        If it was not, ``replies`` gets the outcome later, unless :meth:`remove` is called before.
 
         Raises:
             Unavailable: the manager is gone, or too many messages wait.
-            OSError: no descriptors are left for the duplicates that wait.
+            OSError: no descriptors are left for duplicates, which a waiting message has.
         """
         text = sd_notify.storing(name, poll=True)
         if not self._messages and self.manager.offer(text, descriptors):
@@ -120,16 +120,16 @@ class AsyncNotifier:
         return False
 
     def remove(self, name: str) -> None:
-        """Close all that is stored under a name, or forget it if it was not sent yet. Failures are logged."""
+        """Remove what is stored under a name, or drop its message if that was not sent yet. Failures are logged."""
         if name in self._messages:
             self._take(name)
         else:
             self._post(object(), _Message(sd_notify.removing(name)))
 
     def await_turn(self, seconds: float) -> bool:
-        """Wait until all that waits now was sent, or is not to be sent any more; False if it takes longer. Any thread.
+        """Wait until all messages that wait now were sent or dropped; False if it takes longer. Any thread.
 
-        What is posted meanwhile is not waited for.
+        It does not wait for messages that are posted later.
         """
         with self._progress:
             last = self._posted
@@ -144,7 +144,7 @@ class AsyncNotifier:
     def _add(self, key: object, message: _Message) -> None:
         message.number = self._posted + 1
         self._messages[key] = message
-        with self._progress:  # last: a number whose message there was no memory for would never be sent
+        with self._progress:  # last: had there been no memory for the message, its number would never be reached
             self._posted = message.number
 
     def _post(self, key: object, message: _Message) -> None:
@@ -153,7 +153,7 @@ class AsyncNotifier:
             self._send()
 
     def _send(self) -> None:
-        """Send messages while there is room, and the others when there is again."""
+        """Send messages while there is room, and the rest when there is room again."""
         while self._messages:
             key, message = next(iter(self._messages.items()))
             error = None
@@ -167,7 +167,7 @@ class AsyncNotifier:
             message.conclude(error)
 
     def _wait(self) -> None:
-        """Resume when there is room. The loop reports none to descriptors, while too many are in flight."""
+        """Resume when there is room, or after a pause while too many are in flight, since their end is not reported."""
         if self._waits:
             return
         self._waits = True
@@ -205,18 +205,18 @@ class AsyncNotifier:
 class Store:
     """The descriptors that an earlier broker left, and those for a later one.
 
-    The event loop stores and drops sessions by the ``notifier``; threads, which may wait for the manager, everything
-    else by this object. No name is stored by both, so neither overtakes the other; a name that a thread could not drop
-    in time is dropped from the event loop.
+    The event loop stores and drops sessions through the ``notifier``. Threads, which may wait for the manager, store
+    and drop everything else through this object. No name is stored both ways, so no message overtakes another about its
+    name. If a thread cannot drop a name in time, the event loop drops it.
 
     Args:
-        notifier: sends to the service manager, which has room for descriptors.
+        notifier: sends to the service manager, which has a store.
         inherited: the stored descriptors, by name; this object owns them until they are taken.
 
     Attributes:
-        limit: descriptors that the manager keeps.
+        limit: how many descriptors the manager keeps.
         inherited: whether an earlier broker left a journal.
-        journal: that one, or a new one. The caller closes it; it stays stored.
+        journal: the earlier broker's journal, or a new one. The caller closes it; it stays stored.
 
     Raises:
         CorruptJournal: the journal cannot be read, is missing, or there are two. Everything stays stored.
@@ -238,18 +238,18 @@ class Store:
         self.journal = Journal.open(journals[0]) if journals else Journal.create()
 
     def begin(self) -> None:
-        """Store the journal, unless it is; before anything that is in it. Raises as :meth:`hold`."""
+        """Store the journal, unless it is stored, before anything that it names. Raises as :meth:`hold`."""
         if not self.inherited:
             self.hold(JOURNAL, [self.journal.descriptor])
 
     def attend(self) -> None:
-        """Drop from the running event loop what threads cannot drop; the threads end before the loop does."""
+        """Let the running event loop drop the names that threads fail to drop; the threads must end before the loop."""
         self._loop = asyncio.get_running_loop()
 
     def hold(self, name: str, descriptors: Sequence[int]) -> None:
         """Store descriptors under a name. Any thread may call this; it waits while the manager has no room.
 
-        What waits at the ``notifier`` goes before: the store may have no room for these until sessions are removed.
+        The messages that wait in the ``notifier`` are sent first: the store may be full until they remove sessions.
 
         Raises ``Unavailable`` if the manager does not take them in time.
         """
@@ -259,9 +259,9 @@ class Store:
         self._manager.say(text, descriptors)
 
     def drop(self, name: str) -> None:
-        """Remove a name from the store; as :meth:`hold`.
+        """Remove a name from the store. Any thread may call this; it waits while the manager has no room.
 
-        A failure is logged. The event loop tries again, or else the next broker, which finds the name.
+        A failure is logged, and the event loop tries again, if :meth:`attend` was called; else the next broker does.
         """
         try:
             self._manager.say(sd_notify.removing(name))
@@ -280,7 +280,7 @@ class Store:
         return self._left.pop(name, [])
 
     def sweep(self) -> None:
-        """Close and drop the names that were not taken, from the event loop: their pool or session has ended."""
+        """Close and drop the names that were not taken: their pool or session has ended. For the event loop only."""
         for name in list(self._left):
             log.info("the store has %s, which belongs to nothing any more; it is dropped", name)
             self.notifier.remove(name)

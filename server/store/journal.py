@@ -4,14 +4,14 @@ Its writer may be killed between any two bytes. So committed bytes are never ove
 
     0        slot 0: the newest commit, or the one before it
     2048     slot 1: the other of the two
-    4096 …   one *area*: frames of changes, one behind the other, from the start and for the length that a slot says
+    4096 …   one *area*: frames of changes, one after the other; a slot has its start and its length
 
-A commit appends a frame behind the committed length, and then overwrites the older slot: with the last byte of that
-the whole commit counts. Once most of an area is obsolete, the content is written to another place, one slot switches
-over, and the memory of the old place is given back.
+A commit appends a frame after the committed length, and then overwrites the older slot. The commit counts once the last
+byte of the slot is written. Once most of an area is obsolete, the content is written to another place, the next slot
+refers to that, and the memory of the old place is released.
 
 Slots and frames carry checksums. A slot with a wrong checksum is a commit that was never finished; any other wrong
-checksum is damage, and is refused.
+checksum is damage, and the journal is refused.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MAGIC = b"cubroker"
 FORMAT = 1
 
 SLOTS = (0, 2048)  #: Offsets of the two slots; they are written in turn.
-AREA = mmap.PAGESIZE  #: Offset of the first area; each begins with a page, so that its memory can be given back.
+AREA = mmap.PAGESIZE  #: Offset of the first area; each begins with a page, so that its memory can be released.
 SLACK = 1 << 20  #: Obsolete bytes that are not worth a compaction.
 CHUNK = 1 << 20  #: Bytes of content after which a compaction begins another frame.
 DELETED = (1 << 32) - 1  #: The length of the value in an entry that deletes its key.
 
 _SUM = Struct("<I")
 _SLOT = Struct("<8sIQQQ")  # magic, format, and a Slot; then its checksum
-_FRAME = Struct("<Q")  # the bytes of its entries; then the checksum of both, then the entries
-_ENTRY = Struct("<II")  # the bytes of the key and of the value; then these
+_FRAME = Struct("<Q")  # the size of its entries; then the checksum of size and entries, then the entries
+_ENTRY = Struct("<II")  # the sizes of the key and of the value; then key and value
 ENTRY_HEAD = _ENTRY.size
 HEAD = _FRAME.size + _SUM.size
 
@@ -61,14 +61,14 @@ class Slot(NamedTuple):
 
 
 class JournalIndex:
-    """The places of the values, by key, and the bytes that their entries take. What was written last comes last."""
+    """The places of the values, by key, in the order in which they were written, and the bytes of their entries."""
 
     def __init__(self) -> None:
         self.places: dict[bytes, Place] = {}
         self.nbytes = 0
 
     def note(self, at: int, changes: Iterable[Change]) -> None:
-        """Note the places of entries that begin ``at``."""
+        """Note the places of entries that begin at the offset ``at``."""
         places, nbytes = self.places, self.nbytes
         try:
             for key, value in changes:
@@ -81,14 +81,14 @@ class JournalIndex:
                     places[key] = at, size
                     nbytes += before + size
                     at += size
-        finally:  # without memory for a place: all is noted again with the next commit
+        finally:  # if there was no memory for a place, the caller commits all changes again
             self.nbytes = nbytes
 
 
 class Journal:
     """Keys and values, committed as they change. :meth:`create` makes a journal, :meth:`open` opens one again.
 
-    The memory of this process has only the keys and the places of their values.
+    This process has only the keys and the places of their values in its own memory.
     """
 
     def __init__(self, descriptor: int, slot: Slot) -> None:
@@ -109,9 +109,10 @@ class Journal:
 
     @classmethod
     def open(cls, descriptor: int) -> Self:
-        """Return the journal behind a descriptor, which belongs to it from then on.
+        """Return the journal behind a descriptor, which the journal owns from then on.
 
-        Raises ``CorruptJournal`` if it is none, of another format, or damaged; the descriptor stays the caller's.
+        Raises ``CorruptJournal`` if the file is no journal, has another format, or is damaged. The caller
+        then keeps the descriptor.
         """
         journal = cls(descriptor, newest_slot(descriptor))
         journal._load()
@@ -120,12 +121,12 @@ class Journal:
         return journal
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the committed keys and values, in the order in which they were written; commit nothing meanwhile."""
+        """Yield the committed keys and values, in the order in which they were written; do not commit during that."""
         for key, (at, nbytes) in self._index.places.items():
             yield key, os.pread(self.descriptor, nbytes, at)
 
     def commit(self, changes: Iterable[Change]) -> None:
-        """Replace values (None: delete), all of them or, if this process ends before, none.
+        """Replace values, or delete those that are None: all of them or, if this process ends during it, none.
 
         Raises ``OSError`` if the system has no memory for them; nothing has changed then.
         """
@@ -153,7 +154,7 @@ class Journal:
         return at + HEAD + len(entries)
 
     def _switch(self, start: int, end: int) -> None:
-        """Let the area from ``start`` to ``end`` count."""
+        """Write a slot with which the area from ``start`` to ``end`` counts."""
         slot = Slot(self._slot.sequence + 1, start, end - start)
         data = _SLOT.pack(MAGIC, FORMAT, *slot)
         _write(self.descriptor, SLOTS[slot.sequence % 2], data + _checksum(data))
@@ -168,7 +169,7 @@ class Journal:
             at += HEAD + len(entries)
 
     def _entries(self, at: int) -> bytes:
-        """Return the entries of the frame ``at``."""
+        """Return the entries of the frame at the offset ``at``."""
         head, room = os.pread(self.descriptor, HEAD, at), self._slot.end - at - HEAD
         (size,) = _FRAME.unpack_from(head)
         if size > room:
@@ -181,7 +182,7 @@ class Journal:
         return entries
 
     def _compact(self) -> None:
-        """Write the content to another place, before this one if it fits there, and give this one back."""
+        """Write the content to another place, before the old one if it fits there, and release the old one."""
         old, most = self._slot, self._index.nbytes + HEAD * (self._index.nbytes // CHUNK + 1)
         start = at = AREA if AREA + most <= old.start else _page(old.end)
         index = JournalIndex()
@@ -205,7 +206,7 @@ class Journal:
         yield chunk
 
     def _give_back(self, start: int, end: int) -> None:
-        """Give back the memory of pages without content; ``start`` is the offset of a page."""
+        """Release the memory of pages without content; ``start`` is the offset of a page."""
         end = min(end, os.fstat(self.descriptor).st_size)
         if start < end:
             with mmap.mmap(self.descriptor, end - start, offset=start) as pages:
@@ -229,7 +230,7 @@ def newest_slot(descriptor: int) -> Slot:
 
 
 def _slot(descriptor: int, at: int) -> tuple[int, Slot] | None:
-    """Return the format and the content of a slot; None: it was not, or not fully, written."""
+    """Return the format and the content of a slot; None if it was not written, or not fully."""
     try:
         data = os.pread(descriptor, _SLOT.size + _SUM.size, at)
     except OSError as error:  # a pipe or a socket has no such bytes
@@ -259,7 +260,7 @@ def _checksum(data: bytes, before: bytes = b"") -> bytes:
 
 
 def _page(at: int) -> int:
-    """Return the offset of the next page."""
+    """Return an offset, rounded up to the start of a page."""
     return -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -1,8 +1,8 @@
-"""systemd's notify protocol: its messages, the service's side of it, and the manager's, which ``cubroker keep`` has.
+"""systemd's notify protocol: its messages, the service's side, and the manager's side, which ``cubroker keep`` takes.
 
-One datagram is one message: lines of ``NAME=value``, and the descriptors that belong to it. Stored descriptors come
-back with the next start, at the numbers from 3 on. Sources: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3),
-sd_notify_barrier(3), sd_watchdog_enabled(3).
+One datagram is one message: lines of ``NAME=value``, and the descriptors that belong to it. The next start of the
+service inherits the stored descriptors, at the numbers from 3 on. Sources: sd_notify(3), sd_pid_notify_with_fds(3),
+sd_listen_fds(3), sd_notify_barrier(3), sd_watchdog_enabled(3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cubroker.protocol.errors import Invalid, Unavailable, explain
 
 PATIENCE = 5.0  #: Seconds that a message may wait for room in the manager's queue.
-PAUSE = 0.005  #: Seconds between two attempts where the kernel lacks memory, or too many descriptors are in flight.
+PAUSE = 0.005  #: Seconds between two attempts while the kernel lacks memory, or too many descriptors are in flight.
 SCM_MAX_FD = 253  #: Descriptors that one message can carry (net/scm.h).
 FIRST = 3  #: The number of the first inherited descriptor (SD_LISTEN_FDS_START).
 LONGEST = 4096  #: Bytes of a message; systemd takes no longer ones either.
@@ -30,16 +30,16 @@ LONGEST_NAME = 24  #: Characters of a stored descriptor's name: all names have t
 WATCHDOG = "WATCHDOG=1"  #: The message: this process lives.
 
 STANDBY, COMMAND = "KEEPER_STANDBY", "KEEPER_COMMAND"
-"""The variables of :mod:`cubroker.server.standby`, which go to one process as well."""
+"""The variables of :mod:`cubroker.server.standby`, which are for one process as well."""
 
 VARIABLES = (
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
     *(STANDBY, COMMAND),
 )
-"""The protocol's environment variables, for one process and not for its children."""
+"""The protocol's environment variables, which are for one process and not for its children."""
 
-SCARCE = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  #: Too many descriptors in flight, or no memory: for now.
+SCARCE = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  #: Errors that pass: too many in flight, or no memory.
 GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN)  #: The other end was closed, or not connected to yet.
 
 _NAME = re.compile(rf"[!-9;-~]{{1,{LONGEST_NAME}}}")
@@ -49,7 +49,7 @@ _ANCILLARY = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(_CREDENTIALS.
 
 
 def ready(text: str, *also: str) -> str:
-    """Return the message: this process serves, with this status, and what is to be said also."""
+    """Return the message: this process serves, with this status; ``also`` are further fields."""
     return "\n".join(("READY=1", *also, status(text)))
 
 
@@ -76,7 +76,7 @@ def storing(name: str, *, poll: bool) -> str:
 
     Args:
         name: 1 to 24 characters of printable ASCII, without space and colon; ``Invalid`` is raised otherwise.
-        poll: remove those that hang up, as connections do. Never for memory.
+        poll: whether those that hang up are removed, as for connections. Never for memory.
     """
     return f"FDSTORE=1\nFDNAME={_checked(name)}" + ("" if poll else "\nFDPOLL=0")
 
@@ -99,9 +99,10 @@ class Manager:
     """The service manager of this process. Its methods may be called from any thread.
 
     Args:
-        address: of its socket, as ``$NOTIFY_SOCKET`` says it: a path, or ``@`` and an abstract name; else ``Invalid``.
-        watchdog_interval: seconds between signs of life that satisfy it; None: it does not watch.
-        limit: descriptors that its store takes; None: unknown, or there is no store.
+        address: of its socket, as in ``$NOTIFY_SOCKET``: a path, or ``@`` and an abstract name; ``Invalid`` is raised
+            otherwise.
+        watchdog_interval: seconds between signs of life that satisfy it; None if it does not watch.
+        limit: how many descriptors its store takes; None if that is unknown, or there is no store.
     """
 
     def __init__(self, address: str, *, watchdog_interval: float | None = None, limit: int | None = None) -> None:
@@ -117,7 +118,7 @@ class Manager:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Manager | None:
-        """Return the manager that the environment names, if it does; raises ``Invalid`` if it breaks the protocol."""
+        """Return the manager that the environment names, if any; raises ``Invalid`` if a variable is malformed."""
         address = environ.get("NOTIFY_SOCKET")
         if not address:
             return None
@@ -132,7 +133,7 @@ class Manager:
         return self._socket.fileno()
 
     def offer(self, message: str, descriptors: Sequence[int] = ()) -> bool:
-        """Send a message now; False if there is no room. Once sent, it survives this process, and its descriptors do.
+        """Send a message now; False if there is no room. Once sent, it and its descriptors survive this process.
 
         Raises ``Unavailable`` if the manager is gone.
         """
@@ -145,7 +146,7 @@ class Manager:
         return True
 
     def say(self, message: str, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and wait for room; as :meth:`offer`, but ``Unavailable`` if the manager is too slow, too."""
+        """Send a message, and wait for room; raises ``Unavailable`` if the manager is gone or too slow."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -174,7 +175,7 @@ class Manager:
         )
 
     def _transmit(self, message: str, descriptors: Sequence[int], flags: int = 0) -> None:
-        """Send, and connect first if there is no other end, which may be open again."""
+        """Send; if the other end was closed, or there is no connection yet, connect and send again."""
         rights = struct.pack(f"{len(descriptors)}i", *descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
         try:
@@ -189,8 +190,8 @@ class Manager:
 def inherit(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
     """Return the descriptors that this process was started with, by name; only the first call returns any.
 
-    They are closed on exec from now on, and their variables leave the environment, so that no child takes them for its
-    own. Raises ``Invalid`` if the variables contradict each other, or a descriptor is not open.
+    They are closed on exec from now on, and their variables are removed from the environment, so that no child takes
+    them for its own. Raises ``Invalid`` if the variables contradict each other, or a descriptor is not open.
     """
     pid, count, names = (environ.pop(name, None) for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     environ.pop("LISTEN_PIDFDID", None)
@@ -213,9 +214,10 @@ def inherit(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
 
 
 def places(environ: Mapping[str, str]) -> int | None:
-    """Return how many descriptors the store takes; None: unknown, or there is no store.
+    """Return how many descriptors the store takes; None if that is unknown, or there is no store.
 
-    systemd says so from version 254 on; before that the unit has to. Raises ``Invalid`` if it is no number.
+    systemd sets ``FDSTORE`` from version 254 on; before that the unit sets ``CUBROKER_STORE``. Raises ``Invalid`` if
+    the value is no number.
     """
     for name in ("FDSTORE", "CUBROKER_STORE"):
         if value := environ.get(name):
@@ -236,16 +238,16 @@ class Malformed(ValueError):
 class Datagram(NamedTuple):
     """One message. The receiver closes its descriptors."""
 
-    #: The sender, as the kernel says; 0: it is in no visible pid namespace.
+    #: The sender, from the kernel; 0 if its pid namespace is not visible here.
     pid: int
     data: bytes
     descriptors: list[int]
-    #: Neither text nor descriptors were cut off.
+    #: Whether neither text nor descriptors were cut off.
     whole: bool
 
 
 def listen(path: str) -> socket.socket:
-    """Return a socket at ``path`` that takes messages."""
+    """Return a socket at ``path`` that receives messages."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -273,7 +275,7 @@ def receive(channel: socket.socket, longest: int = LONGEST) -> Datagram | None:
 
 
 def parse(datagram: Datagram) -> dict[str, str]:
-    """Return the fields of a message, of a name the first; raises ``Malformed`` if it is cut off or has other lines."""
+    """Return the fields of a message, the first of each name; raises ``Malformed`` if it is cut off or malformed."""
     if not datagram.whole:
         raise Malformed(f"it is cut off: over {LONGEST} bytes of text, or no descriptor was left here")
     try:
