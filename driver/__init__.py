@@ -1,6 +1,6 @@
 """The CUDA driver calls of both sides, and the same calls answered by host memory (:mod:`cubroker.driver.host`).
 
-:func:`load` gives a :class:`Driver`; its :class:`Context` objects do everything that cubroker does with a device.
+:func:`load` returns a :class:`Driver`; its :class:`Context` objects do everything that cubroker does with a device.
 Server, client and command line may import this package; it imports nothing of theirs.
 """
 
@@ -40,11 +40,11 @@ _LATER = {
     **dict.fromkeys(("Multicast", "Window"), "multicast"),
     **dict.fromkeys(("Link", "Peers"), "peer_access"),
 }
-"""The modules of those names that most processes have no use for."""
+"""The modules of the names that most processes do not need."""
 
 
 def __getattr__(name: str) -> object:
-    """Import a name with its first use."""
+    """Import a name on its first use."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

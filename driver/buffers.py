@@ -1,6 +1,6 @@
 """Bytes for driver calls: the addresses of Python buffers, handles and their structs, and sizes in units.
 
-Also :func:`keep_first`, objects made on first use without a lock, which the callers of this package need, too.
+Also :func:`keep_first`, which makes objects on first use without a lock, here and for callers of this package.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def keep_first(table: dict[K, V], key: K, make: Callable[[], V], discard: Callab
     """Return ``table[key]``, made on first use, without a lock.
 
     A signal handler or a finalizer may run while this thread is making the object, and ask for the same one. A lock
-    would then wait for its own thread forever. So several callers may make the object at once; the first result stays.
+    would then wait for its own thread forever. So several callers may make the object; the first result stays.
 
     Args:
         table: the objects; keys are hashed and compared in C, so that no Python code runs in between.

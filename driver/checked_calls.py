@@ -1,4 +1,4 @@
-"""The driver's functions, checked: a call is made if it may be, and returns its values or raises :class:`DriverError`.
+"""The driver's functions, checked: a permitted call is made, and returns its values or raises :class:`DriverError`.
 
 ``cuda.bindings.driver`` and the host driver answer ``(status,)`` or ``(status, value…)``. Every call of the driver
 layer goes through :class:`Calls`, which returns the values alone.
@@ -77,7 +77,7 @@ class MulticastOff(DriverError):
 class Calls:
     """The functions of a driver-shaped module, by their own names: ``calls.cuMemAlloc(nbytes)``.
 
-    A function of one value returns it, one of several a tuple, one of none ``None``. On real hardware a multicast
+    A function with one value returns it, with several a tuple, with none ``None``. On real hardware a multicast
     function is called only if :func:`check_multicast` allows it, each time.
     """
 
@@ -105,7 +105,7 @@ def _checked(name: str, function: Callable[..., tuple[Any, ...]], results: Any) 
 
 
 def _guarded(name: str, module: Any) -> Callable[..., Any]:
-    """Check first: a function of real hardware is not even looked up before."""
+    """Return a function that checks first; before the check, one of real hardware is not even looked up."""
 
     def call(*args: Any) -> Any:
         check_multicast(module, name)
@@ -128,7 +128,7 @@ def explained(texts: Mapping[str, str] | Callable[[], Mapping[str, str]]) -> Ite
     """Replace the detail of a :class:`DriverError` by the text for its name, if there is one.
 
     Args:
-        texts: texts by name of the error, or what makes them once there is an error.
+        texts: texts by name of the error, or a function that returns them, called after an error.
     """
     try:
         yield
@@ -143,7 +143,7 @@ def explained(texts: Mapping[str, str] | Callable[[], Mapping[str, str]]) -> Ite
 
 @contextmanager
 def tolerated(*names: str) -> Iterator[None]:
-    """Leave the block where the driver refuses with one of these results."""
+    """Leave the block without an error if the driver refuses a call with one of these results."""
     try:
         yield
     except DriverError as error:
@@ -183,7 +183,7 @@ _NO_ADDRESSES = "this process has no addresses left for the memory: raise its li
 
 
 def check_multicast(module: Any, call: str) -> None:
-    """Refuse a multicast call, or work that needs one made before, on real hardware where a setting forbids it.
+    """Refuse a multicast call, or work that relies on an earlier one, on real hardware if a setting forbids it.
 
     The settings are read each time.
 

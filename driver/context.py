@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POPULATING = 8
-"""Threads that bring the pages of :class:`PinnedHuge` into memory: beside an H200 one zeroes 4 to 7 GB/s."""
+"""Threads that bring the pages of :class:`PinnedHuge` into memory: on a host with an H200 one zeroes 4 to 7 GB/s."""
 
 KERNEL_FOLDER = Path(__file__).parent
 """Where the PTX files are."""
@@ -78,9 +78,9 @@ class PrimaryContext:
     """The primary context of one device. Every method may be called from any thread.
 
     A pointer is a device address as a plain int. On host devices it is an address of this process.
-    Every method raises :class:`DriverError` where the driver refuses.
+    Every method raises :class:`DriverError` if the driver refuses.
 
-    A copy comes after all work that was submitted to the legacy default stream before; it does not wait for work in
+    A copy runs after all work that was submitted to the legacy default stream before it; it does not wait for work in
     other streams.
     """
 
@@ -98,8 +98,8 @@ class PrimaryContext:
     def current(self) -> AbstractContextManager[None]:
         """Make the context current on this thread for a block, and restore the thread's own context afterwards.
 
-        Every method does so by itself. A thread that calls many of them puts one block around all, and saves four
-        driver calls each time; other code must not change the current context inside the block.
+        Every method does so. A thread that calls many of them can put one block around all, which saves four driver
+        calls for each; other code must not change the current context inside the block.
 
         In the block the thread's capture mode is RELAXED: calls that the driver takes for unsafe during a capture, such
         as allocating, freeing and waiting for a stream, leave captures alone. In the other two modes such a call ends
@@ -123,7 +123,7 @@ class PrimaryContext:
             self.calls.cuCtxPopCurrent()
 
     def release(self) -> None:
-        """Release the context. If the process holds it nowhere else, everything in it is gone."""
+        """Release the context. If no other code of the process retains it, everything in it is destroyed."""
         if copies := self._copies.pop(None, None):
             with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
                 copies.close()
@@ -173,7 +173,7 @@ class PrimaryContext:
     def copy(self, pointer: int, source: int, nbytes: int, *, after: PrimaryContext) -> None:
         """Copy ``nbytes`` bytes of device memory from ``source`` to ``pointer``; done when it returns.
 
-        All work that was submitted before in the context ``after``, which fills the source, is waited for.
+        It first waits for all work that was submitted in the context ``after``, which fills the source.
         """
         after.synchronize()
         copies = self.copies()
@@ -217,7 +217,7 @@ class PrimaryContext:
     def open_event(self, handle: bytes) -> Event:
         """Open another process's event (:meth:`Event.export`).
 
-        The driver refuses the process that made it, and a device that does not reach the event's.
+        The driver refuses this in the process that made the event, and on a device that does not reach the event's.
         """
         raw = handle_of(self.calls.module.CUipcEventHandle(), handle, "an event's handle")
         with explained(lambda: unmapped(self.device.index, host=self.host)), self.current():
@@ -228,16 +228,16 @@ class PrimaryContext:
         return Pinned(self, nbytes)
 
     def pin_huge(self, nbytes: int) -> Pinned:
-        """Do the same in huge pages that are registered with the driver: of 64 MiB that takes a third of the time.
+        """Do the same in huge pages that are registered with the driver: for 64 MiB that takes a third of the time.
 
-        Several threads zero the pages. Where there is no such memory, or the driver does not register it, it is
-        allocated as by :meth:`pin`.
+        Several threads zero the pages. If there is no such memory, or the driver does not register it, this allocates
+        as :meth:`pin` does.
         """
         return PinnedHuge(self, nbytes)
 
 
 class ContextResource:
-    """A resource of a context with exactly one undo, which ``with`` calls."""
+    """A resource of a context, which :meth:`close` releases; ``with`` calls that."""
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
@@ -259,7 +259,7 @@ class Event(ContextResource):
 
     :meth:`record` puts it there, and may move it later. All processes that have the event open record, query and wait
     for the same place. Once the process that made it has closed it or has ended, the driver promises nothing about
-    calls of the others, which should only ``close`` it then; host devices refuse all other calls
+    calls of the other processes, which should only ``close`` it then; host devices refuse all their other calls
     (CUDA_ERROR_INVALID_HANDLE).
     """
 
@@ -311,7 +311,7 @@ class Event(ContextResource):
             self._calls.cuEventSynchronize(self.handle)
 
     def close(self) -> None:
-        """Give the event back; work before it goes on, and so does a stream that waits for it."""
+        """Destroy the event; this affects neither the work before it nor streams that wait for it."""
         with self._context.current():
             self._calls.cuEventDestroy(self.handle)
 
@@ -339,10 +339,10 @@ _EVENT_IN_CAPTURE = (
 
 
 class Stream(ContextResource):
-    """Work that is done in order, beside other streams; see :meth:`PrimaryContext.stream`.
+    """Work that is done in order, concurrently with other streams; see :meth:`PrimaryContext.stream`.
 
     Args:
-        context: the stream's.
+        context: the context of the stream.
         after_default: whether its work is ordered with that of the legacy default stream, after what was submitted
             there before and before what is submitted there later: in the driver's words a blocking stream.
     """
@@ -362,8 +362,8 @@ class Stream(ContextResource):
     def copy_in(self, pointer: int, host_pointer: int, nbytes: int, copied: Event | None = None) -> None:
         """Start a copy of ``nbytes`` bytes at host address ``host_pointer`` to device address ``pointer``.
 
-        The host memory must not change until the copy is done, which is where ``copied`` is put. The caller goes on
-        meanwhile only if the memory is :class:`Pinned`.
+        The host memory must not change until the copy is done, after which ``copied`` is recorded. The call returns
+        before that only if the memory is :class:`Pinned`.
         """
         with self._context.current():
             self._calls.cuMemcpyHtoDAsync(pointer, host_pointer, nbytes, self._stream)
@@ -394,7 +394,7 @@ class Stream(ContextResource):
             self._calls.cuMemcpyDtoDAsync(pointer, source, nbytes, self._stream)
 
     def wait(self, event: Event) -> None:
-        """Hold all work submitted from now on until the work before ``event`` is done; the caller goes on.
+        """Hold all work submitted from now on until the work before ``event`` is done; the caller does not wait.
 
         The event may be of another device or process. What counts is where it was recorded last when this is called;
         an event that was never recorded holds nothing.
@@ -413,7 +413,7 @@ class Stream(ContextResource):
             self._calls.cuStreamSynchronize(self._stream)
 
     def close(self) -> None:
-        """Finish the submitted work, then give the stream back."""
+        """Wait for the submitted work, then destroy the stream."""
         try:
             self.synchronize()
         finally:
@@ -472,15 +472,15 @@ class PinnedHuge(Pinned):
             return
         with self._context.current():
             self._calls.cuMemHostUnregister(self.pointer)
-        self._pages.close()  # not if the driver still has it
+        self._pages.close()  # not if unregistering fails: the driver still has it
 
 
 def _populate(pages: HugePages) -> None:
-    """Have all pages in memory; several threads zero them as fast as memory takes it."""
+    """Bring all pages into memory; several threads zero them at the rate of the memory."""
     part = -(-pages.nbytes // (POPULATING * HUGE_PAGE)) * HUGE_PAGE
     parts = [(offset, min(part, pages.nbytes - offset)) for offset in range(0, pages.nbytes, part)]
     threads: list[threading.Thread] = []
-    with suppress(RuntimeError):  # no more threads: registering has the rest of the pages in memory
+    with suppress(RuntimeError):  # no more threads: registering brings the other pages into memory
         for each in parts[1:]:
             thread = threading.Thread(target=pages.populate, args=each, name="cubroker-pin")
             thread.start()

@@ -4,9 +4,9 @@ A name is an ordinal (``0``, ``"0"``), ``"cuda:0"`` or ``"host:0"``, an object s
 UUID or the beginning of exactly one. What an ordinal counts is up to the caller: a process counts the devices that it
 sees, and a broker those that it serves.
 
-``cuda:0`` names an emulated device, too, where the devices are emulated, so that programs for GPUs run there as they
-are. ``host:0`` never names a GPU. The beginning of a UUID has its kind, ``GPU-``, ``MIG-`` or ``HOST-``, in letters of
-any case; a whole UUID does without, as torch writes it.
+``cuda:0`` names an emulated device, too, if the devices are emulated, so that programs for GPUs run there unchanged.
+``host:0`` never names a GPU. The beginning of a UUID includes its kind, ``GPU-``, ``MIG-`` or ``HOST-``, in letters of
+any case; a whole UUID may omit the kind, as torch does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from operator import index
 from typing import Protocol, TypeVar
 
-# Patterns are compiled with their first use, and kept by `re`: a process that names no device has none.
+# `re` compiles patterns on their first use, and caches them: a process that names no device compiles none.
 _ORDINAL = r"(?a:(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9}))"
 _BARE = r"(?ai:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})"
 _UUID = r"(?ai:(?:GPU|MIG|HOST)-[0-9a-fA-F-]*)"
 
 CURRENT = ("cuda", "host")
-"""Names of the device that is current where it is named, as frameworks have them."""
+"""Names of the caller's current device, as in frameworks."""
 
 
 class FrameworkDevice(Protocol):
@@ -65,7 +65,7 @@ D = TypeVar("D", bound=Known)
 
 
 class UnknownDevice(LookupError):
-    """A name that is not that of exactly one device; its text says what there is."""
+    """A name that is not that of exactly one device; the text lists the devices."""
 
 
 def find(name: DeviceId, devices: Sequence[D], where: str, *, current: int | None = None) -> D:
@@ -73,13 +73,13 @@ def find(name: DeviceId, devices: Sequence[D], where: str, *, current: int | Non
 
     Args:
         name: what the user wrote.
-        devices: those that it can mean.
+        devices: the devices that it can mean.
         where: who has them, as a subject and a verb with which an error begins: ``this process sees``.
-        current: the ordinal of the current device, which ``cuda`` without an ordinal means; None: there is none, and
-            such a name means the only device.
+        current: the ordinal of the current device, which ``cuda`` without an ordinal means; None if there is none, so
+            that such a name means the only device.
 
     Raises:
-        UnknownDevice: none of them has that name, or several have.
+        UnknownDevice: no device has that name, or several have.
     """
     text = written(name)
     found = _matching(text, devices, current)
@@ -123,7 +123,7 @@ def label(device: Known) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a device, before it is known which there are; ``cuda`` alone says none yet."""
+    """Whether a text has the form of a device's name; ``cuda`` alone has not."""
     return any(re.fullmatch(form, text) for form in (_ORDINAL, _UUID, _BARE))
 
 
@@ -137,7 +137,7 @@ def _matching(text: str, devices: Sequence[D], current: int | None) -> list[D]:
     if match := re.fullmatch(_ORDINAL, text):
         return [device for device in devices if device.index == int(match["ordinal"])]
     beginning = text.lower()
-    if re.fullmatch(_BARE, text):  # as frameworks tell it, without what it is of
+    if re.fullmatch(_BARE, text):  # as frameworks write it, without its kind
         return [device for device in devices if device.uuid.lower().endswith(f"-{beginning}")]
     exact = [device for device in devices if device.uuid.lower() == beginning]
     return exact or [device for device in devices if device.uuid.lower().startswith(beginning)]

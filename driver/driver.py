@@ -16,7 +16,7 @@ from cubroker.driver.buffers import handle_bytes, handle_of, keep_first
 from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated, unmapped
 from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
 
-if TYPE_CHECKING:  # what a reader of a pool has no use for is imported where it is used
+if TYPE_CHECKING:  # what a reader of a pool does not need is imported where it is used
     from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
     from cubroker.driver.digest import Digester
     from cubroker.driver.multicast import Multicast, Window
@@ -38,8 +38,8 @@ class Driver:
         self.host = host
         self._calls = Calls(module)
         self._contexts: dict[int, Context] = {}
-        #: Lends descriptors of the same memory to readers, for a ``with`` block. On GPUs they are the given ones; see
-        #: :func:`cubroker.driver.host.virtual_memory.for_reading` for host devices.
+        #: Lends readers descriptors of the same memory, for a ``with`` block. On GPUs these are the given descriptors;
+        #: see :func:`cubroker.driver.host.virtual_memory.for_reading` for host devices.
         self.for_reading: Callable[[Sequence[int]], AbstractContextManager[Sequence[int]]] = nullcontext
         if host:
             from cubroker.driver.host.virtual_memory import for_reading
@@ -87,7 +87,7 @@ class Driver:
         Args:
             index: the device's ordinal.
             nbytes: its size, a multiple of the :meth:`granularity`.
-            fabric: whether to share it by fabric handle too, where that works (:meth:`Physical.export_fabric`).
+            fabric: whether to share it by fabric handle too, if that works (:meth:`Physical.export_fabric`).
         """
         return vmm.Physical(self._calls, self._device(index).index, nbytes, fabric=fabric)
 
@@ -96,7 +96,7 @@ class Driver:
         return vmm.obstacle(self._calls, self._device(index).index)
 
     def adopt(self, index: int, nbytes: int, descriptor: int) -> vmm.Physical:
-        """Return memory that another process created on the device with that ordinal, by a descriptor of it.
+        """Import memory that another process created on the device with that ordinal, by its descriptor.
 
         The descriptor is not needed afterwards. The memory cannot be exported again; the caller releases it.
         """
@@ -114,7 +114,7 @@ class Driver:
     def attribute(self, index: int, name: str) -> int | None:
         """Return an attribute of a device, such as ``"COMPUTE_MODE"``; no context is made.
 
-        Names are those of ``CUdevice_attribute``. None: the bindings, or the driver, do not know the name.
+        Names are those of ``CUdevice_attribute``. The result is None if the bindings, or the driver, do not know it.
         """
         attribute = getattr(self._calls.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
         if attribute is None:
@@ -129,7 +129,7 @@ class Driver:
         No context is made or needed.
 
         Raises:
-            DriverError: refused; see :func:`multicast.unavailable`.
+            DriverError: the driver refuses; see :func:`multicast.unavailable`.
         """
         from cubroker.driver.multicast import Multicast
 
@@ -142,7 +142,7 @@ class Driver:
         return obstacle(self._calls, self._device(index).index)
 
     def close(self) -> None:
-        """Release all contexts. Their memory goes too, unless the process holds them elsewhere."""
+        """Release all contexts. Their memory is freed, unless other code of the process retains them."""
         if peers := self._peers.pop(None, None):
             peers.close()
         while self._contexts:
@@ -184,7 +184,7 @@ class Driver:
 
 
 class _Listed:
-    """A device that is asked what it is when somebody looks: one that fails concerns only who names it, or a UUID."""
+    """A device that is described on first use: one that fails concerns only callers that name it, or a UUID."""
 
     def __init__(self, index: int, describe: Callable[[int], Device]) -> None:
         self.index = index
@@ -192,7 +192,7 @@ class _Listed:
 
     @cached_property
     def device(self) -> Device:
-        """All that there is to know; raises ``DriverError``."""
+        """The description of the device; raises ``DriverError``."""
         return self._describe(self.index)
 
     @property
@@ -207,7 +207,7 @@ class _Listed:
 
 
 class Context(PrimaryContext):
-    """A device's primary context, and memory in it; see :class:`PrimaryContext` for what holds for every method."""
+    """A device's primary context, and memory in it; see :class:`PrimaryContext` for what applies to every method."""
 
     def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
         super().__init__(calls, device, host=host)
@@ -216,7 +216,7 @@ class Context(PrimaryContext):
         self._batched_compare: dict[None, BatchedCompare] = {}
 
     def release(self) -> None:
-        """Release the context. If the process holds it nowhere else, everything in it is gone."""
+        """Release the context. If no other code of the process retains it, everything in it is destroyed."""
         for kernels in (self._digester, self._batched_copy, self._batched_compare):
             if made := kernels.pop(None, None):
                 with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
@@ -229,7 +229,7 @@ class Context(PrimaryContext):
         """Allocate ``nbytes`` bytes and return the pointer.
 
         Allocations whose size is not a multiple of 2 MiB may share a block, and a process that opens one of them sees
-        all of the block: memory to be exported should be such a multiple.
+        all of the block. The size of memory to be exported should be such a multiple.
         """
         with self.current():
             return int(self.calls.cuMemAlloc(nbytes))
@@ -237,7 +237,7 @@ class Context(PrimaryContext):
     def free(self, pointer: int) -> None:
         """Free what ``allocate`` returned, once all work submitted in the context is done."""
         with self.current():
-            self.calls.cuMemFree(pointer)  # which waits by itself
+            self.calls.cuMemFree(pointer)  # which waits for the work
 
     def file_id(self, pointer: int) -> system_calls.FileId | None:
         """Return the file that holds memory of :meth:`allocate` on a host device; None on a GPU."""
@@ -267,11 +267,11 @@ class Context(PrimaryContext):
         return digester.digests(ranges)
 
     def differing(self, segments: Sequence[Segment]) -> list[bool]:
-        """Return whether memory at two addresses, which this device reads, differs, for each segment.
+        """Return for each segment whether the memory at its two addresses, which this device reads, differs.
 
         The device compares them, at about the rate at which it reads. Work in other streams is not waited for. Sizes
-        and alignments may be any; 16 bytes are compared at a time where both addresses are multiples of 16. A wrong
-        address costs the context.
+        and alignments may be any; 16 bytes are compared at a time if both addresses are multiples of 16. A wrong
+        address makes the context unusable.
 
         Raises:
             DriverError: no kernel can be loaded.
@@ -284,14 +284,14 @@ class Context(PrimaryContext):
     def copy_batch(self, stream: Stream, segments: Sequence[Segment], base: int = 0) -> None:
         """Start copies of memory that this device reads and writes, in a stream of this context.
 
-        The segments may be of any number, size and alignment; 16 bytes are copied at a time where both addresses are
-        multiples of 16. They overlap nothing. A kernel does the work, which is loaded by the first call, and a wrong
-        address costs the context; one segment, or any number where no kernel can be loaded, is copied by the driver.
+        The segments may be of any number, size and alignment; 16 bytes are copied at a time if both addresses are
+        multiples of 16. They must not overlap. A kernel, which the first call loads, makes the copies; a wrong address
+        makes the context unusable. The driver copies a single segment, and all segments if no kernel can be loaded.
 
         Args:
             stream: where the copies are submitted.
             segments: the copies.
-            base: what is added to the addresses that they go to.
+            base: is added to the target addresses.
         """
         with self.current():
             if len(segments) > 1:
@@ -320,7 +320,7 @@ class Context(PrimaryContext):
         """Map another process's allocation and return the pointer to its first byte.
 
         Opening it again returns the same pointer; each open needs its own :meth:`close`. The memory may be on another
-        device that this one reaches: peer access is enabled by itself.
+        device that this one reaches: the driver enables peer access.
 
         Raises:
             DriverError: CUDA_ERROR_INVALID_CONTEXT: this process exported it, or has the exporter's process id in
@@ -357,7 +357,7 @@ class Context(PrimaryContext):
     def close(self, pointer: int) -> None:
         """Undo one :meth:`open`, once all work submitted in the context is done."""
         with self.current():
-            self.calls.cuIpcCloseMemHandle(pointer)  # which waits by itself
+            self.calls.cuIpcCloseMemHandle(pointer)  # which waits for the work
 
     def reserve(self, nbytes: int) -> vmm.Reservation:
         """Reserve addresses for memory of :meth:`Driver.create` to be mapped at; the caller closes the range."""
@@ -413,7 +413,7 @@ def load(spec: str) -> Driver:
 
 
 def initialize() -> None:
-    """Initialize CUDA, if it is there. :func:`load` does so itself; a thread that began before saves it the wait."""
+    """Initialize CUDA, if it is installed. :func:`load` does so too, but need not wait if a thread began before."""
     with suppress(ImportError, RuntimeError):  # the latter: cuda-bindings could not load libcuda
         from cuda.bindings import driver as cuda
 
@@ -433,7 +433,7 @@ class _HostDevices(NamedTuple):
 
 
 def parse_spec(spec: str) -> _HostDevices | tuple[str, ...] | None:
-    """Return the host devices, or the names of GPUs, None for all of them; raises ``ValueError`` if it is none."""
+    """Return the host devices, or the names of GPUs, None for all of them; raises ``ValueError`` for other texts."""
     if spec == "cuda":
         return None
     match = re.fullmatch(_HOST, spec)

@@ -1,4 +1,4 @@
-"""Multicast: one address for the memory of several devices, at which a store goes to all of them at once.
+"""Multicast: one address for the memory of several devices; a store to it reaches all of them.
 
 A broker makes a :class:`Multicast` object, binds the memory of each device to it and hands out a descriptor of it. A
 worker maps the descriptor into a :class:`Window` and stores through that. The rest of the driver layer sees only
@@ -55,8 +55,8 @@ class _Binding(NamedTuple):
 class Multicast:
     """A multicast object with all of its devices; see :meth:`Driver.multicast`. It must outlive the last import.
 
-    Every method raises :class:`DriverError` where the driver refuses. Where :func:`unavailable` is true of the error,
-    copies between the devices should replace one-to-all stores.
+    Every method raises :class:`DriverError` if the driver refuses. If :func:`unavailable` is true of the error, copies
+    between the devices should replace one-to-all stores.
     """
 
     def __init__(self, calls: Calls, devices: Sequence[int], nbytes: int) -> None:
@@ -75,9 +75,9 @@ class Multicast:
             undo.pop_all()
 
     def bind(self, physical: vmm.Physical, *, offset: int = 0, keep: bool = False) -> None:
-        """Bind all of the memory of one of the devices at an offset, the same for every device.
+        """Bind all of the memory ``physical``, of one of the devices, at an offset, which is the same for every device.
 
-        :meth:`release` then releases the memory too, unless ``keep`` is set: the caller releases it after that. If the
+        :meth:`release` then releases the memory too, unless ``keep`` is set: then the caller does so afterwards. If the
         bind is refused, the memory stays the caller's.
         """
         with explained(REFUSALS):
@@ -87,7 +87,7 @@ class Multicast:
             self._memories.append(physical)
 
     def export(self) -> int:
-        """Return a descriptor that another process can import; the caller closes it, and exec does.
+        """Return a descriptor that another process can import; the caller closes it, and it is closed on exec.
 
         An import after :meth:`release` may silently get another object, without devices and memory.
         """
@@ -133,8 +133,8 @@ class Window(vmm.Reservation):
     def map(self, source: int | bytes, *, readonly: bool = False) -> None:
         """Map the object of a descriptor, for one-to-all stores; the descriptor is not needed afterwards.
 
-        The driver waits until all of the object's devices were added, perhaps forever. The window may be closed
-        meanwhile: then the addresses are given back when this returns, and nothing is mapped.
+        The driver waits until all of the object's devices were added, perhaps forever. If the window is closed
+        meanwhile, the addresses are released when this returns, and nothing is mapped.
         A window is never read-only: nothing is read from it.
 
         Raises:
@@ -181,9 +181,9 @@ class Window(vmm.Reservation):
             copies.synchronize()
 
     def close(self) -> None:
-        """Unmap the object, if it is mapped, and give the addresses back; to be called once.
+        """Unmap the object, if it is mapped, and release the addresses; to be called once.
 
-        While a map is still running the addresses are kept: the driver would map the object into other memory.
+        While a map is still running the addresses are kept: else the driver could map the object over other memory.
         """
         try:
             if self._kernel is not None:
@@ -221,7 +221,7 @@ def obstacle(calls: Calls, device: int) -> str | None:
 
 
 def granularity(calls: Calls, devices: int, nbytes: int) -> list[int]:
-    """Return the unit of the sizes and offsets of an object's bindings, and the one that its size should have."""
+    """Return the unit of the sizes and offsets of an object's bindings, and the unit recommended for its size."""
     properties, flags = _properties(calls.module, devices, nbytes), calls.module.CUmulticastGranularity_flags
     kinds = (flags.CU_MULTICAST_GRANULARITY_MINIMUM, flags.CU_MULTICAST_GRANULARITY_RECOMMENDED)
     with explained(REFUSALS):

@@ -50,7 +50,7 @@ _lock = threading.Lock()
 class Peers:
     """The links between devices; see :attr:`Driver.peers`. Devices are named by ordinal. Any thread may call.
 
-    Where the driver refuses, every method raises a :class:`DriverError` that names the devices and the reason.
+    If the driver refuses, every method raises a :class:`DriverError` that names the devices and the reason.
     """
 
     def __init__(self, calls: Calls, devices: Sequence[Device], context: Callable[[int], PrimaryContext]) -> None:
@@ -89,7 +89,7 @@ class Peers:
 
         Operations are named like ``integer_add`` and ``cas``, forms like ``signed`` and ``scalar_64``
         (``CUatomicOperation``, ``CUatomicOperationCapability``). Operations that the driver does not know
-        are left out; one older than CUDA 13.0 knows none. Between two H200, driver 580.159 knows all of them
+        are left out; a driver older than CUDA 13.0 knows none. Between two H200, driver 580.159 knows all of them
         and names no form of any, while the link's ``native_atomics`` is true.
         """
         operations = getattr(self._calls.module, "CUatomicOperation", ())
@@ -172,7 +172,7 @@ class Peers:
         return False
 
     def _capabilities(self, operation: Any, device: int, peer: int) -> frozenset[str] | None:
-        """Return the forms of one operation. One unknown operation has all refused, so each is asked alone."""
+        """Return the forms of one operation; it is asked alone, as the driver refuses a list with an unknown one."""
         source, target = self._calls.cuDeviceGet(device), self._calls.cuDeviceGet(peer)
         with tolerated("CUDA_ERROR_INVALID_VALUE"):
             (bits,) = self._calls.cuDeviceGetP2PAtomicCapabilities([operation], 1, source, target)

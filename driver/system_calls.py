@@ -1,4 +1,4 @@
-"""Linux calls and constants that a Python built against an older C library does not name, futexes and descriptors.
+"""Linux calls and constants that a Python built against an older C library lacks; also futexes and huge pages.
 
 The Pythons of conda and many of uv's are built so, to run anywhere.
 """
@@ -67,10 +67,10 @@ def pidfd_open(pid: int) -> int:
 
 
 def make_room(count: int) -> None:
-    """Have room for so many more descriptors in the kernel's table of this process, as far as its limit allows.
+    """Make room for ``count`` more descriptors in the kernel's table of this process, as far as its limit allows.
 
-    To go past 64 descriptors, and past each doubling, takes 25 to 50 ms where a process has several threads, and the
-    thread that needs one waits: none may use the table as it was. With one thread it takes no time.
+    Growing the table past 64 descriptors, and past each doubling, takes 25 to 50 ms in a process with several threads:
+    the thread that needs a descriptor waits until no thread uses the old table. With one thread it takes no time.
     """
     with suppress(OSError):  # there may be no more
         first = os.open("/", os.O_PATH | os.O_CLOEXEC)
@@ -95,11 +95,11 @@ def futex_wake(address: int) -> None:
 
 
 class HugePages:
-    """Memory of this process alone, in huge pages where the system has them; forked children do not inherit it.
+    """Memory of this process alone, in huge pages if the system has them; forked children do not inherit it.
 
-    Children would take part in its pages, and the parent's next write would go to a copy of the page that a device
-    knows nothing of. The addresses are those of a mapping that is unmapped by :meth:`close` alone: Python's ``mmap``
-    would unmap them in a forked child as well, where something else may have come to be.
+    A child would share its pages, and the parent's next write would go to a copy of the page, of which a device does
+    not know. Only :meth:`close` unmaps the memory: Python's ``mmap`` would unmap the addresses in a forked child as
+    well, where something else may be mapped there.
 
     Raises:
         OSError: there is no room.
@@ -119,16 +119,16 @@ class HugePages:
             error = _last_error()
             self.close()
             raise error
-        #: Whether the system has huge pages; it refuses them where the kernel is built without.
+        #: Whether the system has huge pages; a kernel that is built without them refuses.
         self._huge = not _libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE) and _has_huge_pages()
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have the pages of a part in memory, zeroed; several threads may do so at once.
+        """Bring the pages of a part into memory, zeroed; several threads may do so at the same time.
 
-        Huge pages are written to, all of their bytes once more, by one call: a call for each page would need the
+        One call writes to all bytes of huge pages, which zeroes them once more: a call for each page would need the
         interpreter each time. MADV_POPULATE_WRITE, or a read into them, would hold the lock of the process's mappings
-        meanwhile, and what maps memory in other threads would wait for it. Of small pages there are too many for that;
-        kernels before 5.14 do nothing with these.
+        meanwhile, and other threads that map memory would wait for it. Small pages are too many to be written to:
+        MADV_POPULATE_WRITE brings them into memory, except on kernels before 5.14, which do nothing.
         """
         if not self._huge:
             _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)

@@ -3,8 +3,8 @@
 Creating and exporting need no context. The memory lives while any process of the host has a descriptor or a mapping
 of it, even after its creator has ended. Another memory can be mapped at the same addresses later.
 
-A fabric handle is 64 bytes, and needs an IMEX channel in both processes. Only a trial shows whether it can be had: the
-device's attribute says what the hardware can.
+A fabric handle is 64 bytes, and needs an IMEX channel in both processes. Only a trial shows whether memory can have
+one: the device's attribute says what the hardware supports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Physical:
         self.handle = self._created() if descriptor is None else _import(calls, descriptor)
 
     def export(self) -> int:
-        """Return a descriptor that another process can import; the caller closes it, and exec does."""
+        """Return a descriptor that another process can import; the caller closes it, and it is closed on exec."""
         return export(self._calls, self.handle)
 
     def export_fabric(self) -> bytes | None:
@@ -66,8 +66,8 @@ class Physical:
     def _created(self) -> Any:
         """Create it for both kinds of handles if a fabric handle was asked for, and for descriptors if that is refused.
 
-        Each creation tries again, so a channel that comes or goes is noticed. It tries with the least memory first: a
-        driver may clear all of it before it refuses the handle, which took half of the time for 5.5 GB on an H200.
+        Each creation tries again, so it notices if a channel appears or disappears. It first tries the smallest size: a
+        driver may clear all of the memory before it refuses, which took half of the time for 5.5 GB on an H200.
         """
         if self._fabric:
             kinds = _Kinds.DESCRIPTOR | _Kinds.FABRIC
@@ -82,7 +82,7 @@ class Physical:
 
 
 class Reservation(ContextResource):
-    """A range of addresses at which one memory of the same size can be mapped; see :meth:`Context.reserve`."""
+    """A range of addresses at which memory of the same size can be mapped; see :meth:`Context.reserve`."""
 
     def __init__(self, context: PrimaryContext, nbytes: int) -> None:
         super().__init__(context)
@@ -100,8 +100,8 @@ class Reservation(ContextResource):
         and a kernel that writes to it ends its own context and no other.
 
         Raises:
-            DriverError: memory is mapped there already, the source is of memory of another size or of something else,
-                or the device does not reach it. Nothing is mapped then. See also :func:`import_refused`.
+            DriverError: memory is mapped there already, the source is not memory of this size, or the device does not
+                reach the memory. Nothing is mapped then. See also :func:`import_refused`.
         """
         with explained(self._refusals), self._context.current(), ExitStack() as undo:
             handle = _import(self._calls, source)
@@ -115,7 +115,7 @@ class Reservation(ContextResource):
             self.mapped = True
 
     def protect(self, *, readonly: bool) -> None:
-        """Set the access to what is mapped, once all work submitted in the context is done."""
+        """Set the access to the mapped memory, once all work submitted in the context is done."""
         with explained(self._refusals), self._context.current():
             self._context.synchronize()  # running work would fault
             self._calls.cuMemSetAccess(self.pointer, self.nbytes, [self._access(readonly)], 1)
@@ -125,14 +125,14 @@ class Reservation(ContextResource):
         unmap([self])
 
     def close(self) -> None:
-        """Unmap the memory, if any, and give the addresses back; to be called once."""
+        """Unmap the memory, if any, and release the addresses; to be called once."""
         if self.mapped:
             self.unmap()
         with self._context.current():
             self._calls.cuMemAddressFree(self.pointer, self.nbytes)
 
     def vacate(self) -> None:
-        """Unmap the memory, which no submitted work uses any more."""
+        """Unmap the memory without waiting; no submitted work may use it any more."""
         with self._context.current():
             self._calls.cuMemUnmap(self.pointer, self.nbytes)
             self.mapped = False
@@ -149,7 +149,7 @@ class Reservation(ContextResource):
                 raise
 
     def _refusals(self) -> dict[str, str]:
-        """Return explanations of refusals: of memory out of reach, and those of an open.
+        """Return explanations of refusals, by name of the result: for memory out of reach, and as for an open.
 
         NVIDIA does not document which of the two results means out of reach, nor that the refusals of an open occur
         here; users of other projects met them.
@@ -172,7 +172,7 @@ class Reservation(ContextResource):
 
 
 def unmap(reservations: Sequence[Reservation]) -> None:
-    """Unmap the memory that is mapped in some reservations, last first, once all work in their contexts is done.
+    """Unmap the memory of some reservations, last first, once all work in their contexts is done.
 
     Each context is waited for once, all of them before anything is unmapped.
 
@@ -188,7 +188,7 @@ def unmap(reservations: Sequence[Reservation]) -> None:
 
 @contextmanager
 def _all_current(reservations: Sequence[Reservation]) -> Iterator[Sequence[PrimaryContext]]:
-    """Enter the contexts of reservations, now and not with every call in the block; yields them, each once."""
+    """Make the contexts of reservations current for the block, and not in every call in it; yield each once."""
     contexts = tuple(dict.fromkeys(reservation._context for reservation in reservations))
     with ExitStack() as stack:
         for context in contexts:
@@ -203,16 +203,16 @@ class HalfReplaced(DriverError):
 def replace(memory: Sequence[tuple[Reservation, int | bytes]], *, readonly: bool) -> None:
     """Map other memory in place of what is mapped in some reservations: in all of them, or in none.
 
-    What may well fail comes first: nothing is unmapped before all of the other memory was imported. Submitted work is
-    waited for once in each context. The memory before is held until all is done, and put back if anything fails.
+    The steps that may well fail come first: all of the other memory is imported before anything is unmapped. Submitted
+    work is waited for once in each context. The old memory is held until the end, and put back if anything fails.
 
     Args:
         memory: each reservation, with what opens the other memory of the same size.
         readonly: as for :meth:`Reservation.map`.
 
     Raises:
-        HalfReplaced: the driver refused the way back, too. Each reservation has the memory before, the other or none.
-        DriverError: every reservation has the memory before. See also :func:`import_refused`.
+        HalfReplaced: the driver also refused to put memory back. Each reservation has the old, the other or no memory.
+        DriverError: every reservation has the old memory. See also :func:`import_refused`.
     """
     with _all_current([reservation for reservation, _ in memory]) as contexts, ExitStack() as stack:
         others = [_hold(stack, reservation, source) for reservation, source in memory]
@@ -231,11 +231,11 @@ def replace(memory: Sequence[tuple[Reservation, int | bytes]], *, readonly: bool
 
 
 def _hold(stack: ExitStack, reservation: Reservation, source: int | bytes | None) -> Any:
-    """Return a handle of the memory of a source, or without one of the memory that is mapped, until the stack ends."""
+    """Return a handle, until the stack ends, of a source's memory or, if ``source`` is None, of the mapped memory."""
     calls = reservation._calls
 
     def release() -> None:
-        with suppress(DriverError):  # the driver keeps it until this process ends; what is mapped is right
+        with suppress(DriverError):  # the driver keeps the handle until this process ends; the mappings are right
             calls.cuMemRelease(handle)
 
     if source is None:
@@ -248,7 +248,7 @@ def _hold(stack: ExitStack, reservation: Reservation, source: int | bytes | None
 
 
 def _put_back(vacated: Sequence[tuple[Reservation, Any]], *, readonly: bool) -> None:
-    """Map the memory before again, last first; raises ``HalfReplaced``, after all that could be put back was."""
+    """Map the old memory again, last first; after all attempts, raise ``HalfReplaced`` if one failed."""
     refused: DriverError | None = None
     for reservation, old in reversed(vacated):
         try:
@@ -265,7 +265,7 @@ def _put_back(vacated: Sequence[tuple[Reservation, Any]], *, readonly: bool) -> 
 
 
 def export(calls: Calls, handle: Any) -> int:
-    """Return a descriptor of a handle's memory or multicast object; the caller closes it, and exec does."""
+    """Return a descriptor of a handle's memory or multicast object; the caller closes it, and it is closed on exec."""
     descriptor = int(calls.cuMemExportToShareableHandle(handle, _descriptor(calls.module), 0))
     os.set_inheritable(descriptor, False)
     return descriptor
@@ -280,7 +280,7 @@ def granularity(calls: Calls, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) ->
 def obstacle(calls: Calls, device: int) -> str | None:
     """Return why memory of a device cannot be shared by descriptor here, or None; no context is made.
 
-    The trial creates and exports the least memory. A full device has none to try with: the answer is None then.
+    The trial creates and exports memory of the smallest size. If the device is too full for that, the result is None.
     """
     try:
         physical = Physical(calls, device, granularity(calls, device))
@@ -333,7 +333,7 @@ def _properties(calls: Calls, device: int, kinds: _Kinds = _Kinds.DESCRIPTOR) ->
     properties.location.type = module.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = device
     properties.requestedHandleTypes = kinds
-    # So that a network adapter may read and write it, where there is one: pools are fetched from other hosts.
+    # So that a network adapter, if there is one, may read and write it: pools are fetched from other hosts.
     attribute = module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     properties.allocFlags.gpuDirectRDMACapable = calls.cuDeviceGetAttribute(attribute, device)
     return properties

@@ -31,7 +31,7 @@ _SIZES = {
     b"cubroker_batched_copy": (1, 3 * batched_copy.ENTRIES),
     b"cubroker_batched_compare": (1, 1, 3 * batched_copy.ENTRIES),
 }
-"""The arguments of each entry that is known, in words of 64 bits."""
+"""The sizes of the arguments of each known entry, in words of 64 bits."""
 
 
 class HostModule(MulticastFunctions):
@@ -142,7 +142,7 @@ class HostModule(MulticastFunctions):
                         ctypes.c_uint32.from_address(flags + 4 * entry).value = 1
 
     def _parts(self, one: int, other: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a segment where a region of memory ends: ordinary loads and stores go on to the next one."""
+        """Cut a segment where a region of memory ends: ordinary loads and stores may cross into the next one."""
         while nbytes > 0:
             with self.lock:
                 ends = [region.end - at for at in (one, other) if (region := self.addresses.find(at))]
@@ -164,7 +164,7 @@ class HostModule(MulticastFunctions):
 
 @contextmanager
 def _faulting() -> Iterator[None]:
-    """Have a kernel's access that is refused end as on a GPU, whose context would be lost."""
+    """End a kernel's refused access with the result of a GPU, whose context would be lost."""
     try:
         yield
     except Refusal:
@@ -172,7 +172,7 @@ def _faulting() -> Iterator[None]:
 
 
 def _segments(blocks: int, threads: int, count: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the number, the addresses and the bytes of each segment of a table that there are blocks for."""
+    """Yield the number, the addresses and the bytes of each segment of a table, as far as there are blocks for it."""
     check(threads == batched_copy.THREADS and 0 < count <= batched_copy.ENTRIES)
     start = 0
     for entry in range(count):

@@ -45,7 +45,7 @@ _FIRST_NUMBER = 1 << 20
 """The first number of a context, stream or handle that a call makes; those of primary contexts are less."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-"""What makes UUIDs of host devices those of this boot alone."""
+"""The kernel's id of this boot, which makes UUIDs of host devices differ from those of other boots."""
 
 # All by number: the bindings have names for the last attribute, and for atomic operations, only since CUDA 13.0.
 _PERFORMANCE_RANK, _ACCESS, _NATIVE_ATOMICS, _ARRAY_ACCESS, _ONLY_PARTIAL_NATIVE_ATOMICS = range(1, 6)
@@ -88,7 +88,7 @@ def answers(
                 return _status(error), *(None,) * values
             finally:
                 if stopped and not (self.lock._is_owned() or shared_memory.fork_lock_held()):  # type: ignore[attr-defined]
-                    join_stopped()  # else this is a finalizer's call inside of another, and the next call does it
+                    join_stopped()  # else a finalizer makes this call inside another one, and the next call does it
             if values == 1:
                 return Result.CUDA_SUCCESS, result
             return Result.CUDA_SUCCESS, *(result or ())
@@ -118,8 +118,8 @@ class DeviceFunctions:
     """``count`` devices of ``size`` bytes each, as one process sees them, and the functions that change contexts.
 
     Devices reach each other's memory in groups of ``island`` devices, counted from the first; by default all do. A
-    context that a program creates beside the primary one is only a second name for the device: memory allocated in it
-    does not end with it. Peer access is enabled in one direction at a time, from one context to another.
+    context that a program creates in addition to the primary one is only a second name for the device: memory allocated
+    in it does not end with it. Peer access is enabled in one direction at a time, from one context to another.
     """
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
@@ -145,7 +145,7 @@ class DeviceFunctions:
         self._thread = threading.local()
 
     def check_call(self, name: str) -> None:
-        """Refuse every call before ``cuInit``, and in a forked child for good."""
+        """Refuse every call before ``cuInit``, and in a forked child permanently."""
         check(self.initialised_by == os.getpid(), Result.CUDA_ERROR_NOT_INITIALIZED)
 
     # -- devices -----------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class DeviceFunctions:
             check(self._enabled.pop(pair, None), Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
 
     def admit(self, device: int, peer: int) -> None:
-        """Refuse a peer that a device has no room for, beside those that it has; the caller holds the lock."""
+        """Refuse a peer if a device has no room for it in addition to its others; the caller holds the lock."""
         opened = {region.owner for region in self.opened.values() if region.device == device}
         enabled = {other for near, other in self._enabled.values() if near == device}
         limit = os.environ.get(PEERS, "")

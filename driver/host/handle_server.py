@@ -44,7 +44,7 @@ class SharedFd(NamedTuple):
     fd: int
     #: The device that the memory or event is of.
     device: int
-    #: Where the memory meant begins in that of the descriptor.
+    #: The offset of the handle's memory in the descriptor's.
     offset: int = 0
 
 
@@ -52,8 +52,8 @@ class HandleServer:
     """Serves the handles of this process, on a thread of its own, until stopped.
 
     The collector may call any object's finalizer on that thread, and such a finalizer may call the driver. So the
-    thread holds no lock that a driver call takes but :func:`shared_memory.fork_lock`, and a thread that has the
-    driver's lock does not wait for it (:func:`join_stopped`).
+    thread holds no lock that a driver call takes except :func:`shared_memory.fork_lock`, and no thread waits for it
+    while it has the driver's lock (:func:`join_stopped`).
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class HandleServer:
         return handle.startswith(self._address)
 
     def stop(self) -> None:
-        """Have the thread end, which gives the address up; returns at once."""
+        """Make the thread end, which frees the address; this does not wait for that."""
         self._stopping = True
         stopped.append(self._thread)
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -115,7 +115,7 @@ class HandleServer:
     def _duplicated(self, secret: bytes) -> SharedFd | None:
         """Return what a secret stands for, with a descriptor to be closed; None if it stands for nothing.
 
-        A handle is withdrawn before its descriptor is closed. One that is still there afterwards was open meanwhile.
+        A handle is withdrawn before its descriptor is closed. If it still exists afterwards, the descriptor was open.
         """
         shared = self._shared.get(secret)
         if shared is None:
@@ -129,7 +129,7 @@ class HandleServer:
 
 
 def join_stopped() -> None:
-    """Wait for the threads of servers that were stopped, but for this one. The caller has not the driver's lock."""
+    """Wait for the threads of stopped servers, except this thread. The caller must not have the driver's lock."""
     with suppress(IndexError):
         while True:
             thread = stopped.popleft()

@@ -3,11 +3,11 @@
 Undefined uses are refused here, with one exception: an ordinary load through a multicast address is counted, and gets
 bytes that no process has stored.
 
-What processes share of an object is a table in shared memory, whose descriptor is the object's. Every process that has
-the descriptor can write to the table, as one that has a GPU's can add devices and bind memory. Values read from it are
-therefore checked again wherever they are used. A process that dies leaves a whole table: the system releases its lock,
-and a row counts only once it is written. A live process may keep the lock, stopped or out of malice, so no step of an
-object's end takes it. Processes of other builds share the table: its layout must not change.
+Processes share a table of an object in shared memory, whose descriptor is the object's. Every process that has the
+descriptor can write to the table, just as one with a GPU's descriptor can add devices and bind memory. Values read from
+it are therefore checked again wherever they are used. A process that dies leaves a whole table: the system releases its
+lock, and a row counts only once it is written. A live process may keep the lock, stopped or out of malice, so no step
+of an object's end takes it. Processes of other builds share the table: its layout must not change.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Layout(ctypes.Structure):
 
 
 class Table:
-    """The table of a descriptor, by another one of this process's own, so that locks on it are this object's alone."""
+    """The table of a descriptor, which this opens again, so that locks on it belong to this object alone."""
 
     def __init__(self, descriptor: int) -> None:
         with shared_memory.fork_lock() as ours:
@@ -247,7 +247,7 @@ class Table:
         return True
 
     def unbind(self, device: int, offset: int, nbytes: int) -> Binding | None:
-        """Take out the binding of a device at exactly these offsets and return it, if any; never waits."""
+        """Remove the binding of a device at exactly these offsets and return it, if any; never waits."""
         for row in self._rows():
             binding = row.binding()
             if row.taken and (binding.device, binding.offset, binding.nbytes) == (device, offset, nbytes):
@@ -294,7 +294,7 @@ def _reopen(descriptor: int) -> int:
 
 
 class _Bound(NamedTuple):
-    """All of the memory that a binding is of, mapped here."""
+    """The whole memory that a binding is a part of, mapped here."""
 
     pointer: int
     nbytes: int
@@ -305,7 +305,7 @@ class _Bound(NamedTuple):
 class MulticastObject:
     """A multicast object that this process has created or imported. A handle counts as one use, and so does a mapping.
 
-    The driver holds its lock around all calls but ``settle`` and ``store``, and a use during those.
+    The driver holds its lock around all calls except ``settle`` and ``store``, and has a use during those.
     """
 
     def __init__(self, table: Table, *, kinds: int) -> None:
@@ -323,7 +323,7 @@ class MulticastObject:
     def adopt(cls, descriptor: int, devices: int) -> MulticastObject:
         """Return the multicast object of a descriptor, which stays the caller's.
 
-        If its creator has released it, or has ended, it is a fresh one without devices and memory, as on GPUs.
+        If the creator has released it or has ended, the result is a new object without devices and memory, as on GPUs.
 
         Raises:
             LookupError: it is none, or has devices that are not below ``devices``.
@@ -390,7 +390,7 @@ class MulticastObject:
         shared_memory.close(self._fds.pop(handle))
 
     def store(self, offset: int, source: int, nbytes: int) -> bool:
-        """Copy bytes to every device's memory; False, and nothing is copied, where some device has none."""
+        """Copy bytes to every device's memory; False, and nothing is copied, if some device has none there."""
         end = offset + nbytes
         with self._storing:
             self._update()
@@ -410,7 +410,7 @@ class MulticastObject:
     def _update(self) -> None:
         """Map memory that was bound since the last time, and unmap memory that was unbound.
 
-        Memory that cannot be had is left out: the process that bound it has ended.
+        Memory that cannot be fetched is left out: the process that bound it has ended.
         """
         changes = self.table.changes
         if changes == self._seen:
@@ -466,7 +466,7 @@ class MulticastRegion(MappedRegion):
         self.team.drop()
 
     def retained(self) -> Mappable:
-        """Refuse: nothing tells whether a GPU's driver would."""
+        """Refuse: it is not known whether a GPU's driver would."""
         raise Refusal(Result.CUDA_ERROR_NOT_SUPPORTED)
 
 
@@ -530,7 +530,7 @@ class MulticastFunctions(MemoryFunctions, VirtualMemoryFunctions):
         return _GRANULARITIES[int(option)]
 
     def check_call(self, name: str) -> None:
-        """Refuse what the options say too."""
+        """Refuse the functions that the options name, too."""
         super().check_call(name)
         if name in self.options.statuses:
             raise Refusal(self.options.statuses[name])
@@ -570,7 +570,7 @@ class MulticastFunctions(MemoryFunctions, VirtualMemoryFunctions):
             super().deliver(pointer, source, nbytes)
 
     def store(self, pointer: int, source: Bytes, nbytes: int) -> bool:
-        """Store to every device's memory; False if it is no multicast address at all."""
+        """Store to every device's memory; False if ``pointer`` is not a multicast address."""
         device = self.current()
         with self.lock:
             region = self.addresses.find(pointer)

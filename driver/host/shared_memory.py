@@ -1,9 +1,9 @@
-"""Shared memory by address: memfds, mapped and unmapped through libc, and what of them is device memory here.
+"""Shared memory by address: memfds, mapped and unmapped through libc, and the device memory of this process in them.
 
 ``mmap.mmap`` would keep a descriptor of its own per mapping, and could not unmap under a live buffer, which is what
 freeing device memory does.
 
-A forked child must not keep alive memory that its parent gives back: it closes every descriptor of :func:`fork_lock`.
+A forked child must not keep memory alive that its parent frees: it closes every descriptor of :func:`fork_lock`.
 A descriptor is in that set from the moment that it is open until it is closed, whichever thread forks. Descriptors that
 the driver's functions return are the caller's, and not in it.
 """
@@ -166,9 +166,9 @@ def map_at(pointer: int, fd: int, nbytes: int) -> None:
 
 
 def map_again(pointer: int, nbytes: int, at: int | None = None) -> int:
-    """Map shared memory once more that is mapped at an address, without access; return where, or ``at`` there.
+    """Map shared memory, which is mapped at ``pointer``, once more, without access, at ``at`` if given; return where.
 
-    An old size of 0 has the kernel do so (mremap(2)), with no descriptor of the memory.
+    An old size of 0 makes mremap(2) do so, without a descriptor of the memory.
     """
     flags = _MREMAP_MAYMOVE if at is None else _MREMAP_MAYMOVE | _MREMAP_FIXED
     again: int | None = _libc.mremap(pointer, 0, nbytes, flags, at)
@@ -197,7 +197,7 @@ def protect(pointer: int, nbytes: int, access: int) -> None:
 
 
 def unmap(pointer: int, nbytes: int) -> None:
-    """Undo a mapping; the pages of shared memory go with its last mapping and descriptor."""
+    """Undo a mapping; the pages of shared memory are freed with its last mapping and descriptor."""
     if _libc.munmap(pointer, nbytes):
         raise _error("munmap")
 
@@ -297,7 +297,7 @@ class AddressMap:
         insort(self._starts, region.pointer)
 
     def remove(self, region: Region) -> None:
-        """Forget a region, then unmap it: other memory may be mapped at its address at once."""
+        """Forget a region, then unmap it: other memory may be mapped at its address immediately."""
         self.forget(region)
         unmap(region.pointer, region.nbytes)
 
@@ -330,7 +330,7 @@ class Heap:
         self.used = 0
         self._device = device
         self._addresses = addresses
-        #: By pointer.
+        #: Its blocks, by pointer.
         self.blocks: dict[int, Block] = {}
 
     def allocate(self, nbytes: int) -> int:
@@ -356,7 +356,7 @@ class Heap:
             close(block.fd)
 
     def require(self, nbytes: int) -> None:
-        """Raise MemoryError if the device has less than this left."""
+        """Raise MemoryError if the device has less than ``nbytes`` left."""
         if self.used + nbytes > self.total:
             raise MemoryError
 

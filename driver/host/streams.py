@@ -14,9 +14,9 @@ call which would end a capture on a GPU ends it here too:
 
 A forbidden call is refused, and ends the captures that forbid it.
 
-Processes that share an event share its existence. Its maker keeps a pipe open for writing, and processes that opened
-its handle hold the reading end, which hangs up once the event was destroyed or its maker has ended. Using the event is
-undefined on GPUs then; here it is refused.
+Processes that share an event share only whether it exists. Its maker keeps a pipe open for writing, and processes that
+opened its handle hold the reading end, which hangs up once the event was destroyed or its maker has ended. Using the
+event then is undefined on GPUs; here it is refused.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class _Event:
 
 
 class EventFunctions(StreamFunctions):
-    """Events by number; one that is unknown, or that its maker has ended, is refused."""
+    """Events by number; one that is unknown, or was destroyed or lost with its maker, is refused."""
 
     def __init__(self, count: int, size: int, island: int | None = None) -> None:
         super().__init__(count, size, island)

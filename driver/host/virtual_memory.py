@@ -1,9 +1,9 @@
 """Virtual memory management on host devices: physical memory without addresses, address ranges, and mappings.
 
 Physical memory is a memfd, whose name tells its device. It is shared by descriptor, or by fabric handle: 64 bytes that
-open it in every process that is on the same channel. A GPU's driver makes and takes fabric handles only in a process
-that may use an IMEX channel, a device file, and takes those of the same channel alone. Here the channel of a process is
-a number in its environment, read with every call. As on GPUs, a process that knows the bytes has the memory.
+open it in every process that is on the same channel. A GPU's driver exports and imports fabric handles only in a
+process that may use an IMEX channel, a device file, and imports only those of the same channel. Here the channel of a
+process is a number in its environment, read with every call. As on GPUs, the bytes alone give access to the memory.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _PINNED = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
 _ACCESS = frozenset(map(int, cuda.CUmemAccess_flags)) - {int(cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_MAX)}
 
 _LENT_FOR_READING = Result.CUDA_ERROR_NOT_PERMITTED
-"""The answer of ``cuMemSetAccess`` that would make memory writable which was lent for reading. A GPU's memory cannot be
-lent so, and no GPU gives this answer to that call; drivers give it for a handle that a process has no right to use."""
+"""The result of a ``cuMemSetAccess`` that would make memory writable which was lent for reading. A GPU's memory cannot
+be lent so, and no GPU's driver returns this from that call; drivers do for a handle that a process may not use."""
 
 # -- what handles stand for ----------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class PhysicalMemory:
     nbytes: int
     fd: int
     kinds: int
-    #: Where it counts until it is released; imported memory counts nowhere.
+    #: The heap in which it counts until it is released; None for imported memory, which does not count.
     heap: Heap | None
 
     @classmethod
@@ -149,7 +149,7 @@ class PhysicalMemory:
 
 @contextmanager
 def for_reading(descriptors: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield other descriptors of the same memory, which only read; they are closed after the block.
+    """Yield other descriptors of the same memory, which permit only reading; they are closed after the block.
 
     Each is an open file of its own, so no operation on it can make it write. The memory becomes its owner's alone, so
     that other users cannot reopen it for writing. Processes of the owner and of root still can.
@@ -196,13 +196,13 @@ class MappedRegion(Region):
         shared_memory.unmap_at(self.pointer, self.nbytes)
 
     def retained(self) -> Mappable:
-        """Return what the memory can be mapped by again, once it is unmapped here."""
+        """Return an object by which the memory can be mapped again, once it is unmapped here."""
         return RetainedMemory(self, shared_memory.map_again(self.pointer, self.nbytes), self.nbytes)
 
 
 @dataclass(eq=False)
 class RetainedMemory:
-    """Memory that is, or was, mapped, until it is released. It has no descriptor, but another mapping."""
+    """Memory that is, or was, mapped, until it is released. Another mapping keeps it, and no descriptor."""
 
     region: MappedRegion
     #: Where the other mapping is, which no work can use.
