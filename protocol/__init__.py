@@ -1,4 +1,4 @@
-"""What broker and clients say to each other: messages, wire format, layouts, errors, names and limits.
+"""The protocol between broker and clients: messages, wire format, layouts, errors, names and limits.
 
 Every folder may import it. It imports nothing of ours, no sockets, no event loop and no CUDA.
 """

@@ -68,7 +68,7 @@ LIBRARY_NAMES = {dtype: element.library for dtype, element in ELEMENTS.items() i
 """The name that libraries have for a dtype."""
 
 NAMES = {name: dtype for dtype, name in LIBRARY_NAMES.items()}
-"""The same, the other way round."""
+"""The dtype of each such name."""
 
 
 def carrier(dtype: str) -> str:

@@ -1,9 +1,9 @@
 """Every failure that cubroker reports: one class for each stable code, and the system's errors in words.
 
-A message says what was asked, what stood in the way, and what to do. The code travels: the receiver builds the class of
-a code with :func:`from_code`.
+A message says what was asked, what stood in the way, and what to do. Code and message are sent to the peer, which
+builds the error of the code's class with :func:`from_code`.
 
-An ``OSError`` names its file only where a call took a path. Code that writes to a descriptor or binds a socket adds the
+An ``OSError`` names its file only if the call took a path. Code that writes to a descriptor or binds a socket adds the
 path with :func:`about`; code that reports the failure builds its message with :func:`explain`.
 """
 
@@ -126,7 +126,7 @@ def from_code(code: str, message: str) -> CubrokerError:
 
 
 class CorruptJournal(Exception):
-    """The record of an earlier broker is damaged, or of a format that this build does not know; it never travels.
+    """The journal of an earlier broker is damaged, or of a format that this build does not know; it is never sent.
 
     Nothing is changed and nothing guessed: everything stays stored.
     """

@@ -14,7 +14,7 @@ MAX_WAIT = 7 * 86_400.0
 """Seconds that a request may wait at most."""
 
 MAX_RECEIVED = 256
-"""Received answers that one request lists."""
+"""Answers that one request can list as received."""
 
 MAX_ITEMS = 400_000
 """Elements of an array without a lower bound of its own."""
@@ -72,7 +72,7 @@ _POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}")
 
 
 def check_pool_name(name: str, what: str = "a pool") -> None:
-    """Raise ``Invalid`` unless ``name`` can name a pool, in a table, a URL and ``NAME@VERSION``; ``what`` it is for."""
+    """Raise ``Invalid`` unless ``name`` is valid in a table, a URL and ``NAME@VERSION``; ``what`` it is to name."""
     if not _POOL_NAME.fullmatch(name):
         rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
         bare, at, _ = name.partition("@")

@@ -98,11 +98,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 than ``slab`` gets an allocation of its own, since a tensor is never split.
             groups: the group of each tensor by name, such as the device of a plan. Tensors of different groups share
                 no allocation.
-            tied: for names of tensors that are others by a second name, the first one: both are stored once.
+            tied: the first name of each tensor that is given a second one, by the second: it is stored once.
 
         Raises:
-            Invalid: a name twice, an unknown dtype, a negative dimension, a limit exceeded, a tensor without a group,
-                a tie to a tensor that does not come before, or that has another dtype, shape or group.
+            Invalid: a name occurs twice, a dtype is unknown, a dimension is negative, a limit is exceeded, a tensor has
+                no group, or a tensor is tied to one that does not precede it or has another dtype, shape or group.
         """
         if slab is not None and slab < ALIGNMENT:
             raise Invalid(
@@ -179,7 +179,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return True
 
     def difference(self, other: Layout) -> str:
-        """Return the first thing in which this layout differs from another, to follow the name of its version."""
+        """Return the first difference from another layout, in words that follow the name of this layout's version."""
         for tensor, there in zip(self.tensors, other.tensors, strict=False):
             if tensor != there:
                 return f"its tensor {_described(tensor)} is {_described(there)} here"
@@ -224,7 +224,7 @@ class TensorIndex:
     @staticmethod
     @lru_cache(maxsize=8)
     def decode(data: bytes) -> TensorIndex:
-        """As :meth:`Layout.decode`; the last few are cached, since processes attach to the same pools again."""
+        """Like :meth:`Layout.decode`; the last few are cached, since processes attach to the same pools again."""
         return TensorIndex(Layout.decode(data))
 
 
@@ -280,7 +280,7 @@ class _Check:
     Args:
         allocations: their sizes.
         tensors: how many there are.
-        spec: returns a tensor that was taken, by its number; asked for when another tensor begins where it does.
+        spec: returns an added tensor by its number; called when another tensor begins at the same place.
     """
 
     def __init__(self, allocations: Sequence[int], tensors: int, spec: Callable[[int], TensorSpec]) -> None:
@@ -300,7 +300,7 @@ class _Check:
             raise Invalid(f"a layout of {sum(allocations)} bytes; the most is {MAX_EXTENT}")
 
     def add(self, tensor: TensorSpec) -> None:
-        """Take one more tensor."""
+        """Add one more tensor."""
         name = tensor.name
         if name in self._names:
             raise Invalid(f"tensor {name!r} appears twice; names are unique within a pool")
@@ -394,7 +394,7 @@ def _group(groups: Mapping[str, Group], name: str) -> Group:
 
 
 def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, ...]]:
-    """Return our name of a dtype, and a shape of any integers, such as numpy's, in plain ints and single elements."""
+    """Return the key of a dtype, and a shape of any integers, such as numpy's, as plain ints in single elements."""
     try:
         known, together = dtypes.named(dtype)
     except Invalid as error:
@@ -414,13 +414,13 @@ def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Return what the data encodes; raises ``Invalid`` for the reasons that :func:`~.wire.unpack` has."""
+    """Return what the data encodes; raises ``Invalid`` for the same reasons as :func:`~.wire.unpack`."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid(f"a message that cannot be read as {decoder.type.__name__}: {str(error)[:200]}") from None
 
 
-# Built while this module is imported, for the reason that cubroker.protocol.wire.prepare has.
+# Built while this module is imported, for the reason that is given in cubroker.protocol.wire.prepare.
 _LAYOUT = msgspec.msgpack.Decoder(Layout)
 _ENCODED = msgspec.msgpack.Decoder(_Encoded)

@@ -1,13 +1,13 @@
-"""What the two sides say to each other, as typed structs.
+"""The messages between broker and clients, as typed structs.
 
-Two channels carry the messages. On the *session socket* (Unix, SOCK_SEQPACKET) the client says :class:`Hello`, the
-broker answers with a :data:`Greeting`, and afterwards the broker alone sends: each packet is a :data:`Notice`. On the
+Two channels carry the messages. On the *session socket* (Unix, SOCK_SEQPACKET) the client sends :class:`Hello`, the
+broker answers with a :data:`Greeting`, and afterwards only the broker sends: each packet is a :data:`Notice`. On the
 *request socket* (ZeroMQ, through the gateway) each request is an :class:`Envelope` and each reply an :class:`Answer`;
 clients skip empty messages.
 
 Every struct of this module travels as an array of its fields in their order; the first element of a :class:`Message`
 is its tag, the name of its class. The structs of :mod:`~cubroker.protocol.status` travel as maps by field name. A field
-that is added later comes last, has a default, and stands in ``ADDED`` (:func:`~cubroker.protocol.wire.for_version`).
+that is added later comes last, has a default, and is listed in ``ADDED`` (:func:`~cubroker.protocol.wire.for_version`).
 
 Units: sizes are bytes, times are seconds, ``wait`` is how long a request may wait before it fails with ``timeout``.
 Bounds: the types in :mod:`~cubroker.protocol.fields`. A ``version`` of 0 in a request means the current version.
@@ -72,7 +72,7 @@ LOCKS = 5
 """The first version with :class:`Lock` and :class:`Unlock`."""
 
 ENDS = 5
-"""The first version in which :class:`PoolChanged` also comes when a version has ended that is not current."""
+"""The first version in which :class:`PoolChanged` is also sent when a version that is not current has ended."""
 
 UPDATES = 5
 """The first version in which a :class:`Create` may have a :class:`Base`."""
@@ -81,7 +81,7 @@ UNSEALED = 5
 """The first version in which an :class:`Attach` may be to a draft."""
 
 AUTO = "auto"
-"""The share kind of a :class:`Create` that leaves it to the broker."""
+"""The share kind of a :class:`Create` that leaves the choice to the broker."""
 
 IPC = "ipc"
 """Share kind of memory that legacy IPC handles open; every mapping of it is writable."""
@@ -99,7 +99,8 @@ BY_DESCRIPTOR = (VMM, MULTICAST)
 """Share kinds whose memory descriptors open."""
 
 DESCRIPTOR = b"descriptor"
-"""The handle of ``vmm`` and ``multicast`` memory without a handle: its descriptor comes on the session socket."""
+"""Stands for the handle of ``vmm`` and ``multicast`` memory that has none: its descriptor is sent on the session
+socket."""
 
 _LISTED = Meta(max_length=MAX_ITEMS)
 
@@ -130,7 +131,7 @@ class Digests(Struct, frozen=True, array_like=True):
 
 
 class Hello(Struct, frozen=True, array_like=True):
-    """Open a session, or ask how the broker fares. Answer: :class:`Welcome`, :class:`Refused` or :class:`Pong`."""
+    """Open a session, or ask whether the broker lends. Answer: :class:`Welcome`, :class:`Refused` or :class:`Pong`."""
 
     magic: Annotated[str, Meta(pattern=r"\Acubroker\Z")]
     #: The protocol versions that the client speaks.
@@ -156,7 +157,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """There will be no session; the broker closes the connection."""
+    """The broker opens no session; it closes the connection."""
 
     #: As in :mod:`cubroker.protocol.errors`.
     code: str
@@ -164,7 +165,7 @@ class Refused(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """The broker is here; it closes the connection."""
+    """The broker serves; it closes the connection."""
 
     version: Natural
     #: Why the broker lends nothing new now; empty if it does.
@@ -175,7 +176,7 @@ Greeting = Welcome | Refused | Pong
 
 
 class PoolChanged(Message, frozen=True):
-    """A watched pool has a new current version, or the same one still, and another version of it has ended."""
+    """A watched pool has another current version; or the same one as before, and another version has ended."""
 
     name: str
     #: 0 if the pool has no current version any more.
@@ -195,7 +196,7 @@ class Farewell(Message, frozen=True):
 class Draining(Message, frozen=True):
     """The broker grants no new leases, and the receiver should close its leases."""
 
-    #: For people; empty if the broker grants leases again.
+    #: The reason, for people; empty if the broker grants leases again.
     why: str
 
 
@@ -203,14 +204,14 @@ class Descriptors(Message, frozen=True):
     """The next descriptors of a lease, as ``SCM_RIGHTS`` in the same packet; the receiver closes them.
 
     A lease has one descriptor for each :data:`DESCRIPTOR` among its handles, in the order of the answer's replicas and
-    of the handles in each, then one for each multicast object of its :class:`Team`. Notices with them may come before
-    or after the answer that grants the lease. A lease with fabric handles has one descriptor for each handle, in the
-    same order, after it has sent :class:`SendDescriptors`.
+    of the handles in each, then one for each multicast object of its :class:`Team`. Notices with them may arrive
+    before or after the answer that grants the lease. A lease with fabric handles has one descriptor for each handle, in
+    the same order, after its holder has sent :class:`SendDescriptors`.
     """
 
     lease: Identifier
     count: Annotated[int, Meta(ge=1, le=MAX_DESCRIPTORS)]
-    #: How many descriptors come before these; a restarted broker may send some again.
+    #: How many descriptors precede these; a restarted broker may send some again.
     first: Natural = 0
     #: Whether they belong to the lease's last :class:`Rebound`, and ``first`` counts from there.
     rebound: bool = False
@@ -247,7 +248,7 @@ Notice = PoolChanged | GatewayChanged | Farewell | Draining | Descriptors | Pool
 
 
 class Attach(Message, frozen=True):
-    """Lease a published version, or a draft to read it; waits until it is there. Answer: :class:`Attached`."""
+    """Lease a published version, or a draft to read it; waits until that exists. Answer: :class:`Attached`."""
 
     name: Name
     version: Natural
@@ -256,9 +257,9 @@ class Attach(Message, frozen=True):
     wait: Seconds
     #: Devices whose memory the client reaches, best first: the first with a replica serves if ``device`` has none.
     peers: Peers = ()
-    #: Users one of whom must own the pool, unless the client's user does; without any, every owner is accepted.
+    #: Acceptable owners of the pool, in addition to the client's user; if empty, every owner is accepted.
     owners: Users = ()
-    #: Whether ``version``, which is named, may be a draft that has its memory; not one that other users could write.
+    #: Whether ``version``, then not 0, may be a draft that has its memory, and that other users cannot write.
     unsealed: bool = False
 
     ADDED: ClassVar = {"owners": Since(OWNED), "unsealed": Since(UNSEALED)}
@@ -280,9 +281,9 @@ class Base(Struct, frozen=True, array_like=True):
     Both have the same devices, share kind and durability. Neither is ``multicast`` or writable by its readers.
     """
 
-    #: The number of the earlier one.
+    #: The number of the earlier version.
     version: Identifier
-    #: For each allocation of the new layout the base's that it is, of the same size and place; None: it is new.
+    #: For each allocation of the new layout, the base's that it reuses, of the same size and device; None: it is new.
     allocations: Annotated[tuple[Natural | None, ...], Meta(max_length=MAX_ALLOCATIONS)]
 
 
@@ -300,15 +301,15 @@ class Create(Message, frozen=True):
     wait: Seconds
     #: Where to attach instead, if the pool has a current version.
     attach: Where | None
-    #: The pool's permissions from the publication on, like a file's; None keeps them, or takes the broker's default.
+    #: The pool's permissions from the publication on, like a file's; None keeps them, or sets the broker's default.
     mode: Mode | None = None
-    #: For each allocation, the index in ``devices`` of its device: the pool is sharded. None: it is replicated.
+    #: For each allocation of a sharded pool, the index in ``devices`` of its device. None: the pool is replicated.
     plan: Plan | None = None
     #: Whether clients that attach may write the version and share events on it.
     writable: bool = False
-    #: Whether the version survives a killed broker (``vmm`` and ``multicast``); None: wherever that is possible.
+    #: Whether the version survives a killed broker (``vmm`` and ``multicast``); None: if that is possible.
     durable: bool | None = None
-    #: None: all its memory is new.
+    #: None if all its memory is new.
     base: Base | None = None
 
     ADDED: ClassVar = {"base": Since(UPDATES)}
@@ -332,11 +333,11 @@ class SealDigested(Seal, frozen=True):
 class SealInPlace(Message, frozen=True):
     """Publish a draft that its writer cannot write any more, and keep its lease. Answer: :class:`Sealed`.
 
-    The draft's replicas are all that the lease has: one, or all shards. It is not ``multicast``.
+    The draft has a single replica, or is sharded. It is not ``multicast``.
     """
 
     lease: Identifier
-    #: As in :class:`SealDigested`; None: without.
+    #: As in :class:`SealDigested`; None for a version without digests.
     digests: Digests | None = None
 
 
@@ -356,7 +357,7 @@ class Close(Message, frozen=True):
 class SendDescriptors(Message, frozen=True):
     """Send descriptors for the fabric handles of a lease, which its holder cannot open, once. Answer: :class:`Done`.
 
-    The descriptors come in :class:`Descriptors`.
+    The descriptors are sent in :class:`Descriptors`.
     """
 
     lease: Identifier
@@ -376,7 +377,7 @@ class Retire(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Send :class:`PoolChanged` at every change of ``name``, the first with its state now. Answer: :class:`Done`.
+    """Send :class:`PoolChanged` now, with the state of ``name``, and at every change. Answer: :class:`Done`.
 
     Not to be confused with :class:`cubroker.client.notices.Watch`.
     """
@@ -397,7 +398,7 @@ class Lock(Message, frozen=True):
 
 
 class Unlock(Message, frozen=True):
-    """Give back a lock; the next request in line gets it. Answer: :class:`Done`."""
+    """Release a lock; the next request in line gets it. Answer: :class:`Done`."""
 
     lock: Identifier
 
@@ -467,7 +468,7 @@ class ShareEvent(Message, frozen=True):
     #: On a published version that is writable.
     lease: Identifier
     name: Name
-    #: The device whose work the event marks, best opened there.
+    #: The device whose work the event marks; the event is best opened there.
     device: Uuid
     handle: EventHandle
 
@@ -533,8 +534,8 @@ Request = (
 )
 
 LAST_WORDS = frozenset((Close, Seal, SealDigested, Unlock, Cancel, DropEvent))
-"""Requests that give something back. A session may make them after its connection has ended, and a broker without room
-for one more request lets them wait where it refuses others: the client sends them again until they are answered."""
+"""Requests that give something back. A session may make them after its connection has ended. A broker without room for
+another request ignores them instead of refusing them: the client sends them again until they are answered."""
 
 
 class Envelope(Struct, frozen=True, array_like=True):
@@ -542,7 +543,7 @@ class Envelope(Struct, frozen=True, array_like=True):
 
     #: The session's secret up to version 3; empty from :data:`AUTHENTICATED` on.
     secret: Annotated[bytes, Meta(max_length=16)]
-    #: One more than that of the session's last new request; a request that is sent again keeps its id.
+    #: One more than the id of the session's last new request; a request that is sent again keeps its id.
     id: Identifier
     #: The lowest id that is unanswered at the client: the broker may forget the answers to lower ids.
     oldest: Identifier
@@ -567,11 +568,11 @@ Replicas = Annotated[tuple[ReplicaHandles, ...], Meta(max_length=MAX_DEVICES)]
 
 
 class Team(Struct, frozen=True, array_like=True):
-    """How a writer's bytes get to all replicas of a ``multicast`` version at once."""
+    """How a writer's bytes reach all replicas of a ``multicast`` version."""
 
     #: ``multicast`` or ``copies``; empty while a restarted broker rebuilds the objects: :class:`Rebound` follows.
     how: str
-    #: Why it is ``how``.
+    #: The reason for ``how``.
     why: str
     #: Sizes of the multicast objects, one per allocation, if the receiver may store through them. Their descriptors
     #: come after those of the replicas.
@@ -586,8 +587,8 @@ class Attached(Message, frozen=True):
     version: Natural
     share: str
     layout: Encoded
-    #: The replica on the chosen device; of a sharded version all, if the request named no device. The other replicas
-    #: follow if the version is ``multicast`` and writable, and copies take the place of multicast.
+    #: The replica on the chosen device; of a sharded version all shards if the request named no device. The other
+    #: replicas follow if the version is ``multicast`` and writable, and copies take the place of multicast.
     replicas: Replicas
     writable: bool = False
     team: Team | None = None
@@ -601,7 +602,7 @@ class Created(Message, frozen=True):
     version: Natural
     #: The share kind that was chosen.
     share: str
-    #: Without a handle for memory that the version shares with its :class:`Base`, which stays read-only.
+    #: Memory that the version shares with its :class:`Base` has no handle here, and stays read-only.
     replicas: Replicas
     team: Team | None = None
 
@@ -662,7 +663,7 @@ class Description(Message, frozen=True):
     layout: Encoded
     #: As in :class:`Create`; None if the version is replicated.
     plan: Plan | None = None
-    #: Other live versions that have some of its memory, by number.
+    #: Other live versions that share some of its memory, by number.
     shared: Annotated[tuple[SharingInfo, ...], _LISTED] = ()
 
     ADDED: ClassVar = {"shared": Since(UPDATES, informs=True)}
@@ -683,7 +684,7 @@ class View(Message, frozen=True):
 
     devices: Annotated[tuple[DeviceInfo, ...], _LISTED]
     pools: Annotated[tuple[PoolInfo, ...], _LISTED]
-    #: Those of the receiver's user, or of all users for an administrator; likewise ``waiters``.
+    #: The sessions of the receiver's user, or of all users for an administrator; likewise ``waiters``.
     clients: Annotated[tuple[ClientInfo, ...], _LISTED]
     #: In the order in which they were promised.
     blocks: Annotated[tuple[BlockInfo, ...], _LISTED]

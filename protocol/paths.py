@@ -46,11 +46,11 @@ def check(directory: Path) -> None:
 
 
 def find_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Return where a client that was told no directory connects: where a broker's socket is, its user's or the host's.
+    """Return the directory to which a client connects by default: the user's or the host's, whichever has a socket.
 
-    The user's own directory comes first, whether or not a broker serves there now; where it has no socket, or another
-    user made it, ``/run/cubroker`` comes next. Without a socket in either it is the user's directory. ``$CUBROKER_DIR``
-    comes before all of them.
+    ``$CUBROKER_DIR`` has precedence. Otherwise it is the user's own directory if that has a socket, whether or not a
+    broker serves there now, and no other user made it. Else it is ``/run/cubroker`` if that has a socket, and the
+    user's directory if neither has.
 
     Raises:
         Denied: the host's directory is neither root's nor the service's, or others could replace what is in it.
@@ -71,7 +71,7 @@ def find_directory(environ: Mapping[str, str] = os.environ, uid: int | None = No
 
 def _stranger(directory: Path, user: int) -> int | None:
     """Return the user who made a directory, or a link in its place, unless that is ``user`` or root."""
-    with suppress(OSError):  # it is not there, or does not tell
+    with suppress(OSError):  # it does not exist, or cannot be looked at
         owner = directory.lstat().st_uid
         return None if owner in (0, user) else owner
     return None
@@ -156,7 +156,7 @@ def exposure(directory: Path, owner: int, outsider: int | None = None) -> str:
 
 
 def _writers(found: os.stat_result) -> str:
-    """Return who besides its owner may create names in a folder; the mode of a symbolic link means nothing."""
+    """Return who, other than its owner, may create names in a folder; the mode of a symbolic link means nothing."""
     if stat.S_ISLNK(found.st_mode):
         return ""
     classes = ((stat.S_IWGRP, "its group"), (stat.S_IWOTH, "everybody"))

@@ -24,13 +24,13 @@ class PoolInfo(Struct, frozen=True):
     state: str
     #: Bytes of its layout: on each device, or if it is ``sharded`` on all devices together.
     nbytes: int
-    #: How many.
+    #: The number of its tensors.
     tensors: int
     share: str
-    #: UUIDs.
+    #: Their UUIDs.
     devices: Annotated[tuple[str, ...], Meta(max_length=MAX_DEVICES)]
     durable: bool
-    #: How many.
+    #: The number of leases on it.
     leases: int
     #: The user who made the version.
     owner: int
@@ -41,11 +41,11 @@ class PoolInfo(Struct, frozen=True):
     sharded: bool
     #: Whether clients that attach may write it.
     writable: bool
-    #: Of a ``multicast`` version, as in :class:`~cubroker.protocol.messages.Team`; empty until its memory is there.
+    #: Of a ``multicast`` version, as in :class:`~cubroker.protocol.messages.Team`; empty until its memory is allocated.
     how: str
-    #: The same; of a ``lost`` version, how it was lost.
+    #: Likewise; of a ``lost`` version, how it was lost.
     why: str
-    #: What opens its memory: ``handle``, ``descriptor`` or ``fabric handle``; empty until the memory is there.
+    #: What opens its memory: ``handle``, ``descriptor`` or ``fabric handle``; empty until it is allocated.
     opened_by: str
     #: Whether the device refuses accidental writes through its readers' mappings.
     protected: bool = False
@@ -53,18 +53,18 @@ class PoolInfo(Struct, frozen=True):
     digest: str = ""
     #: Bytes of device memory that it has, on all devices together; 0 from a broker that does not tell.
     memory: int = 0
-    #: How many of these an older live version has, too, and is shown with.
+    #: How many of these bytes an older live version has, too; they are shown with that one.
     shared: int = 0
-    #: When it was published, in seconds since 1970; None: it was not, or the broker does not tell.
+    #: When it was published, in seconds since 1970; None if it was not, or the broker does not tell.
     published: Time | None = None
 
 
 class SharingInfo(Struct, frozen=True):
     """What a version shares with another live one of its pool."""
 
-    #: The other one's number.
+    #: The number of the other version.
     version: int
-    #: How many, on all devices together.
+    #: How many allocations both have, on all devices together.
     allocations: int
     #: Their bytes of device memory.
     nbytes: int
@@ -91,9 +91,9 @@ class ProcessInfo(Struct, frozen=True):
 
     #: What it calls itself, which proves nothing.
     name: Annotated[str, Meta(max_length=MAX_PROCESS_NAME)]
-    #: The path of its cgroup, which names its container or unit; None: the root.
+    #: The path of its cgroup, which names its container or unit; None for the root.
     cgroup: Annotated[str, Meta(max_length=MAX_CGROUP)] | None
-    #: In seconds since 1970.
+    #: When it started, in seconds since 1970.
     started: Time
 
 
@@ -105,13 +105,13 @@ class ClientInfo(Struct, frozen=True):
     uid: int
     #: ``connected``, or ``detached`` while its process lives without a connection.
     state: str
-    #: Those on pools that the receiver may read.
+    #: Its leases on pools that the receiver may read.
     leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_ITEMS)]
-    #: Bytes of the broker's memory that its process has mapped or open without a lease of its user; None: unknown.
+    #: Bytes of the broker's memory that its process has mapped or open without a lease of its user; None if unknown.
     mapped_beyond_leases: int | None = None
     #: Names whose locks it has, of those that the receiver may read.
     locks: Annotated[tuple[str, ...], Meta(max_length=MAX_ITEMS)] = ()
-    #: None: the broker could not see it, or does not tell.
+    #: None if the broker could not see it, or does not tell.
     process: ProcessInfo | None = None
 
 
@@ -122,7 +122,7 @@ class DeviceInfo(Struct, frozen=True):
     uuid: str
     name: str
     total: int
-    #: What pools may take of ``total``.
+    #: How much of ``total`` pools may use.
     budget: int
     allocated: int
     #: Granted to requests and not allocated yet.
@@ -130,20 +130,20 @@ class DeviceInfo(Struct, frozen=True):
 
 
 MAX_SHARERS = 16
-"""Versions of a set that :class:`SharedBytes` names, and such sets of one block: users make as many as they like."""
+"""Versions that one :class:`SharedBytes` names, and such sets of one block at most: users can make any number."""
 
 
 class SharedBytes(Struct, frozen=True):
     """Memory on one device that several live versions of one pool have; it is freed with the last of them."""
 
-    #: Their numbers, oldest first; empty for what has too many sets of versions, or too large ones, to be told.
+    #: Their numbers, oldest first; empty if there are too many sets of versions, or too large ones, to be listed.
     versions: Annotated[tuple[int, ...], Meta(max_length=MAX_SHARERS)]
     #: Bytes that these versions have, and no other.
     nbytes: int
 
 
 class BlockInfo(Struct, frozen=True):
-    """The memory of one version on one device, without what an older live version has, too.
+    """The memory of one version on one device, without the part that an older live version has, too.
 
     Memory of pools that the receiver may not read is summed up, one block for each ``stage``: such a block has no
     ``pool``, version 0, the state ``current`` and the owner :data:`HIDDEN_ID`.
@@ -153,13 +153,13 @@ class BlockInfo(Struct, frozen=True):
     device: str
     pool: str
     version: int
-    #: The version's.
+    #: The state of the version.
     state: str
     #: ``promised``, ``held``, ``given up`` or ``freeing``.
     stage: str
     nbytes: int
     owner: int
-    #: Those of ``nbytes`` that later live versions have, too.
+    #: The part of ``nbytes`` that later live versions have, too.
     shared: Annotated[tuple[SharedBytes, ...], Meta(max_length=MAX_SHARERS + 1)] = ()
 
 
@@ -173,7 +173,7 @@ class WaiterInfo(Struct, frozen=True):
     session: int
     pid: int
     uid: int
-    #: The request's id.
+    #: The id of the request.
     request: int
     #: One of :data:`WAITS`.
     what: str
@@ -181,7 +181,7 @@ class WaiterInfo(Struct, frozen=True):
     pool: str
     #: What it waits for, in words.
     awaits: str
-    #: What a create will take, on all devices together.
+    #: Bytes that a create will allocate, on all devices together.
     nbytes: int
     #: When it began, in seconds since 1970.
     since: Time

@@ -2,12 +2,13 @@
 
 *Encoding.* Messages travel as msgpack. The requested type drives the decoding: the first byte that does not fit is
 refused, before anything is built for it. Every array in the protocol has a bound and no type contains itself, so
-decoding costs no more than a small multiple of the bytes that came, and no depth of nesting.
+decoding costs no more than a small multiple of the bytes received, and no depth of nesting.
 
 *Authentication.* The gateway that carries requests and replies may be in an attacker's hands. Up to version 3 of the
-protocol a request carries the session's secret (:class:`Bearer`), so the gateway can ask in the session's name. From
-version 4 on the secret never travels there: both ends derive a key for each direction from it (:class:`Keyed`). A
-request begins with the session's number, in eight bytes. What follows, and every reply, has one of three forms:
+protocol a request carries the session's secret (:class:`Bearer`), so the gateway can make requests in the session's
+name. From version 4 on the secret never travels there: both ends derive a key for each direction from it
+(:class:`Keyed`). A request begins with the session's number, in eight bytes. What follows, and every reply, has one of
+three forms:
 
 * ``WHOLE | tag | message``: the tag is keyed BLAKE2b of the message;
 * ``BESIDE | tag | length | message | layout``: the message, of ``length`` bytes, has a digest in place of a long
@@ -103,12 +104,12 @@ def for_version(message: msgspec.Struct, version: int) -> object:
     """Return what to encode for a peer that speaks ``version``: the message, or an array of the fields that it knows.
 
     A message travels as an array of its fields, and a peer refuses one with more fields than it knows. So an added
-    field is the last of its message, has a default, and stands in the class's ``ADDED`` with its :class:`Since`. A
-    message for an older peer ends before that field, which has its default then: the sender asks the version first
-    where the field would matter, and refuses what the peer cannot do.
+    field is the last of its message, has a default, and is listed in the class's ``ADDED`` with its :class:`Since`. A
+    message for an older peer ends before that field, so the peer acts on the default. If the field would matter, the
+    sender first checks the peer's version, and refuses what the peer cannot do.
 
     Raises:
-        AssertionError: the sender did not ask the version first, and the message needs a field that the peer lacks.
+        AssertionError: the sender did not check the version, and the message needs a field that the peer lacks.
     """
     added: dict[str, Since] = getattr(message, "ADDED", {})
     values = {name: getattr(message, name) for name in message.__struct_fields__}
@@ -185,7 +186,7 @@ M = TypeVar("M", Request, Reply)
 
 
 class Digest:
-    """The digest, 32 bytes, of data that comes in pieces; a megabyte takes one to two milliseconds."""
+    """The digest, 32 bytes, of data that arrives in pieces; a megabyte takes one to two milliseconds."""
 
     def __init__(self, data: bytes | memoryview = b"") -> None:
         self._state = _DIGEST.copy()
@@ -210,7 +211,7 @@ class Bearer:
         version: the protocol version of the session.
 
     Attributes:
-        name: what a request is assigned to its session by.
+        name: the bytes that assign a request to its session.
         secret: what each request carries; empty if none.
     """
 
@@ -410,11 +411,11 @@ def opens(body: Request | Reply) -> bool:
 
 
 def complete(body: M, layout: bytes, hashed: bytes) -> M | None:
-    """Put the layout in place of its digest in a message; None if the digest is another's.
+    """Put the layout in place of its digest in a message; None if that is not its digest.
 
     Args:
         body: from an authenticated message.
-        layout: what came beside the message.
+        layout: the layout beside the message.
         hashed: the digest of ``layout``.
 
     Raises:
