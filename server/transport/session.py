@@ -134,7 +134,7 @@ class SessionConnection:
         self._connection = connection
         self._queue = queue
         self._rejections = rejections
-        self._waiting: dict[str, Notice | FdTransfer] = {}
+        self._waiting: dict[str, bytes | Notice | FdTransfer] = {}
         # The kernel's minimum: descriptors in flight count as open files, until the client reads them.
         if connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)
@@ -153,7 +153,10 @@ class SessionConnection:
             self._loop.add_reader(self._connection, self._read)
 
     def send(self, data: bytes) -> bool:
-        """Send one packet now; False if the client's buffer is full. A packet too long for clients is dropped."""
+        """Send one packet now; False if the client's buffer is full, or the system is short of something.
+
+        A packet too long for clients is dropped.
+        """
         if self._connection is None:
             return True
         if len(data) > MAX_NOTICE:
@@ -165,13 +168,16 @@ class SessionConnection:
             self._loop.add_writer(self._connection, self._resume, self._connection)
             return False
         except OSError as error:
+            if error.errno in SCARCE:
+                self._loop.call_later(PAUSE, self._drain)
+                return False
             # The end of the connection is reported once, when it is read.
             log.debug("session %d: %s", self.number, error)
         return True
 
     def welcome(self, answer: bytes) -> None:
         """Answer the greeting. The client takes the first packet for this answer, so no notice is sent before it."""
-        self.send(answer)
+        self._waiting = {".welcome": answer, **self._waiting}
         self.welcomed = True
         self._drain()
 
@@ -215,7 +221,7 @@ class SessionConnection:
             while self._waiting:
                 key, item = next(iter(self._waiting.items()))
                 if not isinstance(item, FdTransfer):
-                    if not self.send(wire.pack(item)):
+                    if not self.send(item if isinstance(item, bytes) else wire.pack(item)):
                         return
                 else:
                     while packet := item.packet():

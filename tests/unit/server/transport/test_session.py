@@ -232,6 +232,32 @@ def test_a_notice_that_no_client_reads_whole_is_a_line_in_the_log(caplog: pytest
     run(test())
 
 
+def test_a_shortage_of_the_system_delays_the_answer_to_a_greeting_and_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    scarce = [OSError(number, "short of something") for number in (errno.ENOMEM, errno.ENOBUFS)]
+    send, refusals = socket.socket.send, [*scarce, MemoryError()]
+
+    def short(connection: socket.socket, data: bytes) -> int:
+        if refusals:
+            raise refusals.pop()
+        return send(connection, data)
+
+    async def test() -> None:
+        async with ends() as pair:
+            pair.session.welcomed = False
+            pair.session.notify(PoolChanged("pool", 1))
+            pair.session.welcome(wire.pack(Farewell("the answer")))
+            pair.session.notify(PoolChanged("pool", 2))
+            pair.session.notify(GatewayChanged())
+            heard: list[Notice] = []
+            while len(heard) < 3:
+                heard += pair.heard()
+                await asyncio.sleep(0.001)
+            assert heard == [Farewell("the answer"), PoolChanged("pool", 2), GatewayChanged()]
+
+    monkeypatch.setattr(socket.socket, "send", short)
+    run(test())
+
+
 # -- descriptors -------------------------------------------------------------------------------------
 
 
