@@ -163,9 +163,11 @@ class Tables:
         return version.state is not VersionState.LOST and not (version.durable and self.outlives_broker)
 
     def mark_dirty(self, kind: Kind, number: int = 0, name: str = "") -> None:
-        """Note that a snapshot entry changed, was added or is gone."""
+        """Note that a snapshot entry changed, was added or is gone; the one noted last is written last."""
         if self.dirty_keys is not None:
-            self.dirty_keys[kind, number, name] = None
+            key = kind, number, name
+            self.dirty_keys.pop(key, None)
+            self.dirty_keys[key] = None
 
     def note(self, record: Session | Pool, text: str) -> None:
         """Add an event, with the present time, to the log of a session or a pool."""
@@ -241,6 +243,7 @@ class Tables:
             self.past_pools.popitem(last=False)
         if pool.last:
             self.past_names[pool.name] = pool.past
+            self.mark_dirty(Kind.NAME, name=pool.name)  # the newest, in the record as well
             if len(self.past_names) > MAX_PAST_NAMES:
                 oldest = next(iter(self.past_names))
                 del self.past_names[oldest]

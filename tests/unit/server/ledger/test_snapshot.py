@@ -346,6 +346,32 @@ def test_names_that_are_forgotten_leave_the_record(monkeypatch: pytest.MonkeyPat
     assert b"l/name/0/a" not in story.ledger.snapshot()
 
 
+def test_the_record_has_names_without_versions_in_the_order_in_which_they_are_forgotten() -> None:
+    """Also names that a request only waited for, and names whose last versions end together."""
+    story = Story(store=100)
+    story.joins(1, 2)
+    kept: dict[bytes, bytes] = {}
+
+    def names() -> str:
+        """The names, in the order of the record."""
+        for key, value in story.ledger.changes():
+            kept.pop(key, None)
+            if value is not None:
+                kept[key] = value
+        assert kept == story.ledger.snapshot()
+        orders = [[key for key in items if key.startswith(b"l/name/")] for items in (kept, story.ledger.snapshot())]
+        assert orders[0] == orders[1]
+        return "".join(key.decode()[-1] for key in orders[0])
+
+    for ticket, name in enumerate("abc", 1):
+        story.publishes(1, name)
+        story.quietly(attaches(2, ticket, name), asks(1, ticket, m.Retire(name, 1)))
+    story.quietly(e.ProcessExited(2), *map(e.Freed, (1, 2, 3)))
+    first, second, third = names()
+    story.quietly(attaches(1, 4, first, wait=5.0), asks(1, 5, m.Cancel(4)))
+    assert names() == second + third + first
+
+
 def test_a_batch_is_recorded_as_it_ended() -> None:
     story = Story(store=100)
     story.joins(1)
