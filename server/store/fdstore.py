@@ -92,7 +92,8 @@ class AsyncNotifier:
         if waiting := self._messages.get(kind):
             waiting.text = text
         else:
-            self._post(kind or object(), _Message(text))
+            self._add(kind or object(), _Message(text))
+        self._send()
 
     def store(self, name: str, descriptors: Sequence[int], replies: ReplyQueue) -> bool:
         """Store descriptors until they hang up, under a name that is used once; return whether the message was sent.
@@ -124,7 +125,8 @@ class AsyncNotifier:
         if name in self._messages:
             self._take(name)
         else:
-            self._post(object(), _Message(sd_notify.removing(name)))
+            self._add(object(), _Message(sd_notify.removing(name)))
+            self._send()
 
     def await_turn(self, seconds: float) -> bool:
         """Wait until all messages that wait now were sent or dropped; False if it takes longer. Any thread.
@@ -147,14 +149,9 @@ class AsyncNotifier:
         with self._progress:  # last: had there been no memory for the message, its number would never be reached
             self._posted = message.number
 
-    def _post(self, key: object, message: _Message) -> None:
-        self._add(key, message)
-        if len(self._messages) == 1:
-            self._send()
-
     def _send(self) -> None:
         """Send messages while there is room, and the rest when there is room again."""
-        while self._messages:
+        while self._messages and not self._waits:
             key, message = next(iter(self._messages.items()))
             error = None
             try:
@@ -170,16 +167,17 @@ class AsyncNotifier:
         """Resume when there is room, or after a pause while too many are in flight, since their end is not reported."""
         if self._waits:
             return
-        self._waits = True
         loop, poll = asyncio.get_running_loop(), select.poll()
         poll.register(self.manager, select.POLLOUT)
         try:
             if not poll.poll(0):
                 loop.add_writer(self.manager, self._resume)
+                self._waits = True  # last: without memory to wait, the next message has all of them sent
                 return
         except OSError as error:
             log.debug("this user may watch no more files: %s", error)
         loop.call_later(PAUSE, self._resume)
+        self._waits = True
 
     def _resume(self) -> None:
         asyncio.get_running_loop().remove_writer(self.manager)

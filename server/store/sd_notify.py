@@ -139,8 +139,8 @@ class Manager:
         """
         try:
             self._transmit(message, descriptors, socket.MSG_DONTWAIT)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, *SCARCE):
+        except (OSError, MemoryError) as error:
+            if isinstance(error, BlockingIOError) or _passes(error):
                 return False
             raise self._unreachable(message, error) from error
         return True
@@ -153,8 +153,8 @@ class Manager:
                 return self._transmit(message, descriptors)
             except BlockingIOError:
                 raise self.late(message) from None
-            except OSError as error:
-                if error.errno not in SCARCE or time.monotonic() > deadline:
+            except (OSError, MemoryError) as error:
+                if not _passes(error) or time.monotonic() > deadline:
                     raise self._unreachable(message, error) from error
             time.sleep(PAUSE)  # the kernel does not report when there is room
 
@@ -169,7 +169,7 @@ class Manager:
             f"{PATIENCE:g} s; it hangs, or is flooded"
         )
 
-    def _unreachable(self, message: str, error: OSError) -> Unavailable:
+    def _unreachable(self, message: str, error: OSError | MemoryError) -> Unavailable:
         return Unavailable(
             f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {explain(error)}"
         )
@@ -185,6 +185,11 @@ class Manager:
                 raise
             self._socket.connect(f"\0{self._address[1:]}" if self._address.startswith("@") else self._address)
             self._socket.sendmsg([message.encode()], ancillary, flags)
+
+
+def _passes(error: OSError | MemoryError) -> bool:
+    """Whether only for now something is scarce."""
+    return isinstance(error, MemoryError) or error.errno in SCARCE
 
 
 def inherit(environ: MutableMapping[str, str]) -> dict[str, list[int]]:

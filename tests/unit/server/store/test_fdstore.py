@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from cubroker.protocol.errors import Unavailable
 from cubroker.server.store import fdstore, sd_notify
 from cubroker.server.store.fdstore import AsyncNotifier, Store, StoreReplied
 from cubroker.server.store.sd_notify import Manager
+from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore, fill
 from tests.unit.server.keeper.harness import memory
 from tests.unit.server.loops import run, until
@@ -197,6 +198,21 @@ def test_where_nobody_tells_when_there_is_room_it_is_tried_again(
     run(test())
 
 
+def test_what_there_was_no_memory_to_wait_with_is_sent_with_the_next_sign_of_life(
+    full: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        fail_nth(monkeypatch, asyncio.get_running_loop(), "add_writer", 1, MemoryError())
+        for lives in (True, False):
+            with pytest.raises(MemoryError) if lives else nullcontext():
+                full.notifier.say(sd_notify.WATCHDOG, "life")
+        full.notifier.remove("s1")
+        last = "FDSTOREREMOVE=1 FDNAME=s1"
+        assert await full.read_until(last) == ["WATCHDOG=1", last]
+
+    run(test())
+
+
 def test_what_a_thread_stores_comes_after_what_waits_to_be_removed_and_not_after_what_comes_later(full: Place) -> None:
     async def test() -> None:
         full.notifier.manager.limit = ROOM
@@ -244,6 +260,10 @@ def exhausted(*_: object) -> None:
     raise OSError("no space left")
 
 
+def forgetful(*_: object) -> None:
+    raise MemoryError
+
+
 def test_memory_that_a_thread_could_not_drop_in_time_is_dropped_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,6 +278,11 @@ def test_memory_that_a_thread_could_not_drop_in_time_is_dropped_when_there_is_ro
         with fdstore.deaf():
             await asyncio.to_thread(store.drop, "m1.0")
             assert "was not told to forget m1.0" in caplog.text
+        await until(lambda: stored() == {"ledger", "m1.1"})
+        with monkeypatch.context() as patch:
+            patch.setattr(notifier.manager, "_transmit", forgetful)
+            await asyncio.to_thread(store.drop, "m1.1")
+            assert "was not told to forget m1.1" in caplog.text
         await until(lambda: stored() == {"ledger"})
 
     monkeypatch.setattr(sd_notify, "PATIENCE", 0.01)
@@ -265,9 +290,10 @@ def test_memory_that_a_thread_could_not_drop_in_time_is_dropped_when_there_is_ro
     store = Store(notifier, {})
     try:
         store.begin()
-        with memory(b"") as file:
-            store.hold("m1.0", [file])
-        assert stored() == {"ledger", "m1.0"}
+        for name in ("m1.0", "m1.1"):
+            with memory(b"") as file:
+                store.hold(name, [file])
+        assert stored() == {"ledger", "m1.0", "m1.1"}
         run(test())
     finally:
         store.journal.close()

@@ -120,15 +120,17 @@ def test_a_manager_that_takes_nothing_holds_nobody_up_for_ever(
     manager.close()
 
 
-@pytest.mark.parametrize("error", [errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM])
+@pytest.mark.parametrize(
+    "error", [*(OSError(each, "not now") for each in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)), MemoryError()]
+)
 def test_what_there_is_no_memory_for_now_is_said_later(
-    manager: Manager, channel: socket.socket, monkeypatch: pytest.MonkeyPatch, error: int
+    manager: Manager, channel: socket.socket, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     transmit, refusals = manager._transmit, [error, error]
 
     def scarce(message: str, descriptors: Sequence[int], flags: int = 0) -> None:
         if refusals:
-            raise OSError(refusals.pop(), "not now")
+            raise refusals.pop()
         transmit(message, descriptors, flags)
 
     monkeypatch.setattr(manager, "_transmit", scarce)
