@@ -310,7 +310,7 @@ class Broker(Reconnecting):
         if digest:
             from cubroker.client.digests import need
 
-            need(self.driver, name)
+            need(self._session, name)
         sources = Sources.of(source, self.driver)
         ask = partial(self._creation, name, share=share, wait=wait, mode=mode, durable=durable)
         if base is not None:

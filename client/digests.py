@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cubroker.client.devices import failure
 from cubroker.client.memory.mapping import Spot
-from cubroker.driver import Context, Device, Driver, DriverError, device_names
+from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.driver.digest import ALGORITHM, PIECE, add, finish, sums
 from cubroker.protocol.errors import Corrupted, Unsupported, needing
 from cubroker.protocol.layout import Layout
-from cubroker.protocol.messages import DigestList, Digests
+from cubroker.protocol.messages import DIGESTS, DigestList, Digests
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    from cubroker.client.session import ClientSession
 
 DEFINITION = ALGORITHM
 """The name of the definition of this build's digests."""
@@ -55,13 +57,15 @@ class DigestRange(NamedTuple):
     nbytes: int
 
 
-def need(driver: Driver, name: str) -> None:
-    """Check, before a pool of that name is filled, that its digests can be computed.
+def need(session: ClientSession, name: str) -> None:
+    """Check, before a pool of that name is filled, that its digests can be computed and kept.
 
     Raises:
-        Unsupported: the devices are emulated, and numpy is not installed.
+        Unsupported: the broker is too old; or the devices are emulated, and numpy is not installed.
     """
-    if driver.host:
+    if session.version < DIGESTS:
+        raise Unsupported(f"pool {name!r}: the broker is too old to keep a digest; publish without, or upgrade it")
+    if session.driver.host:
         with _with_numpy(f"pool {name!r}"):
             import numpy as np  # noqa: F401
 

@@ -85,12 +85,12 @@ def load(
     Raises:
         CubrokerError: about the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
             read; about the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; from the
-            broker, as :meth:`Broker.create` says; about ``digest``, ``Unsupported`` without numpy on host devices.
-            After an error nothing of the draft is left.
+            broker, as :meth:`Broker.create` says; about ``digest``, ``Unsupported`` without numpy on host devices, or
+            if the broker is too old. After an error nothing of the draft is left.
     """
     began = time.perf_counter()
     if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests
-        need(broker.driver, name)
+        need(broker._session, name)
     first = next(iter(devices or (plan or {}).values()), 0)  # `ask` below refuses anything that is not a device
     with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:
         if not if_absent:  # with `if_absent` another process may load, so that this one has nothing to make ready
@@ -108,6 +108,8 @@ def load(
             ) as pool:
                 version, held, copying = pool.version, pool.layout, 0.0
                 if loaded := isinstance(pool, Draft):
+                    if digest:
+                        need(broker._session, name)
                     copying = _fill(copy, pool)
                     checkpoint.check_unchanged()
                     version = pool.seal(digest=digest)

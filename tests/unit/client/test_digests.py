@@ -303,21 +303,30 @@ def test_a_load_publishes_digests_if_it_is_told_to(client: Broker, name: str, tm
     assert client.digests(name).digests is None
 
 
-def test_without_numpy_digests_on_host_devices_are_refused_before_there_is_a_draft(
+def publishing_is_refused(broker: Broker, name: str, path: os.PathLike[str], expected: str) -> None:
+    """Nothing is copied for a digest that there cannot be, nor is there a draft, unless a version may be there."""
+    copied = list[int]()
+    asks: list[Callable[[], object]] = [
+        lambda: load(broker, name, [path], digest=True),
+        lambda: broker.publish(name, {"a": b"abc"}, digest=True),
+        lambda: load(broker, name, [path], digest=True, if_absent=True, progress=lambda done, _: copied.append(done)),
+    ]
+    for ask in asks:
+        with pytest.raises(NotFound):
+            broker.story(name)
+        with pytest.raises(Unsupported, match=expected):
+            ask()
+    assert not any(copied)
+    assert name not in [info.name for info in broker.pools()]
+
+
+def test_without_numpy_digests_on_host_devices_are_refused_before_anything_is_copied(
     client: Broker, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints.write(tmp_path / "weights.safetensors", {"a": ("U8", (3,), b"abc")})
     monkeypatch.setitem(sys.modules, "numpy", None)
-    asks: list[Callable[[], object]] = [
-        lambda: load(client, name, [path], digest=True),
-        lambda: client.publish(name, {"a": b"abc"}, digest=True),
-    ]
-    for ask in asks:
-        expected = f"a digest on a host device, of pool '{name}', needs numpy, which is not installed: pip install"
-        with pytest.raises(Unsupported, match=expected):
-            ask()
-    with pytest.raises(NotFound):
-        client.story(name)
+    expected = f"a digest on a host device, of pool '{name}', needs numpy, which is not installed: pip install"
+    publishing_is_refused(client, name, path, expected)
     load(client, name, [path])
     assert not load(client, name, [path], digest=True, if_absent=True).loaded  # another process has computed them
 
@@ -346,7 +355,11 @@ def old() -> Iterator[Broker]:
         yield broker
 
 
-def test_a_broker_that_is_too_old_for_digests_is_asked_nothing_about_them(old: Broker, name: str) -> None:
+def test_a_broker_that_is_too_old_for_digests_is_asked_nothing_about_them(
+    old: Broker, name: str, tmp_path: Path
+) -> None:
+    path = checkpoints.write(tmp_path / "weights.safetensors", {"a": ("U8", (3,), b"abc")})
+    publishing_is_refused(old, name, path, f"pool '{name}': the broker is too old to keep a digest; publish without")
     with old.create(name, LAYOUT) as draft:
         with pytest.raises(Unsupported, match="too old to keep a digest"):
             draft.seal(digest=True)
