@@ -36,17 +36,18 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import fields
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
 from cubroker.integrations import fingerprint
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
-from cubroker.protocol.fields import MAX_WAIT, parse_mode
+from cubroker.protocol.fields import MAX_WAIT, MODE, parse_mode
 from cubroker.protocol.messages import AUTO, SHARES
 
 try:
@@ -70,43 +71,52 @@ _HELD = "_cubroker"
 
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-
 _OPTIONS = f"--model-loader-extra-config of load format {LOAD_FORMAT}"
 
+_SHARES = (AUTO, *SHARES)
+_MODE = 'a text of three octal digits, as in "mode": "640", since JSON has no octal numbers'
 
-class PoolOptions(NamedTuple):
-    """The options that an engine was given for its pools."""
 
-    #: How their names begin.
-    prefix: str
-    directory: str | None = None
-    timeout: float = 600.0
-    fallback: bool = False
-    checkpoint: str | None = None
-    #: ``share``, ``durable`` and ``mode``, as far as they were given.
-    terms: Mapping[str, Any] = {}
+class PoolOptions(Struct, frozen=True):
+    """The options that an engine was given for its pools, by the names at the top of this module.
+
+    Each type is followed by the words for it in an error.
+    """
+
+    pool: Annotated[str, "a text"]
+    directory: Annotated[str | None, "a text"] = None
+    share: Annotated[str, Meta(pattern=rf"^({'|'.join(_SHARES)})\Z"), f"one of {', '.join(_SHARES)}"] = AUTO
+    durable: Annotated[bool | None, "true or false"] = None
+    mode: Annotated[Annotated[str, Meta(pattern=rf"^{MODE}\Z")] | None, _MODE] = None
+    timeout: Annotated[float, Meta(ge=0, le=MAX_WAIT), f"a number of seconds, up to {MAX_WAIT:g}"] = 600.0
+    fallback: Annotated[bool, "true or false"] = False
+    checkpoint: Annotated[str | None, "a text"] = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None, prefix: str) -> Self:
         """Read the options from an engine's configuration.
 
         Args:
-            given: the options, by the names at the top of this module.
+            given: some of the options.
             prefix: the engine's default for ``pool``.
 
         Raises:
             ValueError: an option is unknown, or its value has another type.
         """
-        given = given or {}
-        if unknown := [name for name in given if name not in _TYPES]:
+        given, types = given or {}, {field.name: field.type for field in fields(cls)}
+        if unknown := [name for name in given if name not in types]:
             raise ValueError(f"{_OPTIONS} has no {', '.join(map(str, unknown))}")
-        extra = {"pool": prefix} | {name: _converted(name, value) for name, value in given.items()}
-        terms = {name: extra.pop(name) for name in ("share", "durable", "mode") if name in extra}
-        return cls(extra.pop("pool"), terms=terms, **extra)
+        return cls(**{"pool": prefix} | {name: _converted(name, value, types[name]) for name, value in given.items()})
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The arguments of :meth:`Broker.publish` that the options set."""
+        mode = None if self.mode is None else parse_mode(self.mode)
+        return {"share": self.share, "durable": self.durable, "mode": mode}
 
     def pool_name(self, path: str, facts: Mapping[str, object], uuid: str) -> str:
         """Return the name of a rank's pool: the model, a fingerprint of what its tensors depend on, and the device."""
-        return f"{fingerprint.label(self.prefix, path)}{fingerprint.fingerprint(facts)}/{uuid}"
+        return f"{fingerprint.label(self.pool, path)}{fingerprint.fingerprint(facts)}/{uuid}"
 
     def digest(self, path: str, revision: str | None, cache: str | None, download: Callable[[], object]) -> str:
         """Return a text that identifies a checkpoint's bytes.
@@ -128,31 +138,14 @@ class PoolOptions(NamedTuple):
         return fingerprint.checkpoint(folder)
 
 
-_TYPES: dict[str, tuple[Any, str]] = {
-    "pool": (str, "a text"),
-    "directory": (str | None, "a text"),
-    "share": (Literal[AUTO, *SHARES], f"one of {', '.join((AUTO, *SHARES))}"),
-    "durable": (bool | None, "true or false"),
-    "mode": (str | None, 'a text of three octal digits, as in "mode": "640", since JSON has no octal numbers'),
-    "timeout": (Annotated[float, Meta(ge=0, le=MAX_WAIT)], f"a number of seconds, up to {MAX_WAIT:g}"),
-    "fallback": (bool, "true or false"),
-    "checkpoint": (str | None, "a text"),
-}
-"""The type of each option, and the words for it in an error."""
-
-
-def _converted(name: str, given: object) -> Any:
+def _converted(name: str, given: object, kind: Any) -> Any:
     """Return the value of an option; raises ``ValueError`` if the option does not allow it."""
     value = os.fspath(given) if isinstance(given, os.PathLike) else given  # from a program; JSON has no paths
-    kind, expected = _TYPES[name]
     try:
-        found = msgspec.convert(value, kind)
-        return parse_mode(found) if name == "mode" and found is not None else found
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         shown = json.dumps(given, default=repr, skipkeys=True)
-        raise ValueError(f"{_OPTIONS}: {name} is {shown}; give {expected}") from None
-    except Invalid as error:
-        raise ValueError(f"{_OPTIONS}: {error.message}") from None
+        raise ValueError(f"{_OPTIONS}: {name} is {shown}; give {get_args(kind)[-1]}") from None
 
 
 class RankPool(NamedTuple):

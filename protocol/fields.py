@@ -67,7 +67,7 @@ Plan = Annotated[tuple[Natural, ...], Meta(max_length=MAX_ALLOCATIONS)]
 User = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Users = Annotated[tuple[User, ...], Meta(max_length=64)]
 
-_MODE = r"(?a:(0o?)?[0-7]{3})"
+MODE = r"(?a:(0o?)?[0-7]{3})"  #: What :func:`parse_mode` takes.
 _POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}")
 
 
@@ -82,6 +82,6 @@ def check_pool_name(name: str, what: str = "a pool") -> None:
 
 def parse_mode(text: str) -> int:
     """Return a mode that is written in octal, as ``640``, ``0640`` or ``0o640``; raises ``Invalid`` for other texts."""
-    if not re.fullmatch(_MODE, text):
+    if not re.fullmatch(MODE, text):
         raise Invalid(f"{text!r} is no mode: write three octal digits, as in 640")
     return int(text, 8)

@@ -132,14 +132,15 @@ def test_an_engine_without_a_broker_uses_its_own_loader_only_if_told(
 def test_options_are_those_of_the_documentation_and_no_others() -> None:
     given = {"pool": "mine", "timeout": 5, "fallback": True, "checkpoint": "v1", "share": "vmm", "mode": "600"}
     options = PoolOptions.read(given, "engine")
-    assert options == PoolOptions("mine", None, 5.0, True, "v1", {"share": "vmm", "mode": 0o600})
+    assert options == PoolOptions("mine", timeout=5.0, fallback=True, checkpoint="v1", share="vmm", mode="600")
+    assert options.terms == {"share": "vmm", "durable": None, "mode": 0o600}
     assert PoolOptions.read({"directory": Path("/run/b")}, "engine").directory == "/run/b"
     assert options.digest("/models/none", None, None, pytest.fail) == "declared:v1"
     assert PoolOptions.read(None, "engine") == PoolOptions("engine")
     with pytest.raises(ValueError, match="of load format cubroker has no pools, waits"):
         PoolOptions.read({"pools": 1, "waits": 2}, "engine")
     for mode, bits in (("444", 0o444), ("0o444", 0o444), (None, None)):
-        assert PoolOptions.read({"mode": mode}, "engine").terms == {"mode": bits}
+        assert PoolOptions.read({"mode": mode}, "engine").terms["mode"] == bits
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,9 @@ def test_options_are_those_of_the_documentation_and_no_others() -> None:
         (444, 'mode is 444; give a text of three octal digits, as in "mode": "640", since JSON has no octal numbers'),
         (True, "mode is true; give a text"),
         (["640"], r'mode is \["640"\]; give a text'),
-        ("rw", "'rw' is no mode: write three octal digits"),
-        ("", "'' is no mode"),
+        ("rw", 'mode is "rw"; give a text of three octal digits'),
+        ("640\n", r'mode is "640\\n"; give a text'),
+        ("", 'mode is ""; give a text'),
     ],
 )
 def test_a_mode_is_a_text_since_json_has_no_octal_numbers(mode: object, says: str) -> None:

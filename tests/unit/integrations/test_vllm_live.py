@@ -46,7 +46,7 @@ class Engine:
         self.model = runtime_pools.bind(model, self.pool)
         manifest = runtime_pools.read_manifest(self.pool)
         rank = RankPool(name, 0, torch.device("cpu"), "/models/linear")
-        options = PoolOptions("vllm", timeout=60.0, terms={"share": "vmm"})
+        options = PoolOptions("vllm", timeout=60.0, share="vmm")
         engine_loader.hold(self.model, Held(broker, self.pool, manifest, rank, options, self.load_from))
         self.transfer = live.PoolWeightTransfer(self.model)
 
