@@ -37,8 +37,9 @@ from cubroker.server.store.sd_notify import COMMAND, SCM_MAX_FD, STANDBY, receiv
 OFFER = "offer"
 """The value of the variable ``STANDBY`` in a run that does not stand by: the keeper can have another process do so."""
 
-SPEAKS = "X_STANDBY"
-"""The field of a notify message, with the value 1, by which a command says that it knows this protocol."""
+SPEAKS = "X_STANDS_BY"
+"""The field of a notify message, with the value 1, by which a command says that it knows this protocol. Earlier builds,
+which could not tell whether a script had started them, sent ``X_STANDBY``."""
 
 READY, GO, TAKEN = b"ready", b"go", b"taken"
 NAMES = b"names "

@@ -51,7 +51,7 @@ def test_a_keeper_that_would_have_the_next_broker_stand_by_hears_that_it_can(fds
         notifier.close()
 
     run(test())
-    assert fdstore.said == [("READY", "1"), ("X_STANDBY", "1"), ("STATUS", "fine")]
+    assert fdstore.said == [("READY", "1"), ("X_STANDS_BY", "1"), ("STATUS", "fine")]
 
 
 def test_the_status_follows_when_it_changes_and_the_watchdog_is_fed_by_the_loop(fdstore: FdStore) -> None:
