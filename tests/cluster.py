@@ -59,7 +59,11 @@ class ExporterProcess:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | ENGINE | (environment or {})
             )
-        eventually(self._listens, "the exporter to listen")
+        try:
+            eventually(self._listens, "the exporter to listen")
+        except BaseException:
+            self.kill()  # nobody has it yet who would
+            raise
         self.address = self.log().partition("exporting at ")[2].split()[0]
 
     def _listens(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
@@ -50,19 +51,12 @@ TOKENS = (
 
 def header(data: bytes) -> None:
     """A file's header: what is read of it covers the file's data once, in order."""
-    file = _memory()
-    os.ftruncate(file.fileno(), 0)
-    os.pwrite(file.fileno(), data, 0)
-    file.seek(0)
-    found = read_header(file, Path("fuzz.safetensors"))
+    with FileIO(os.memfd_create("fuzz"), "r+") as file:
+        os.pwrite(file.fileno(), data, 0)
+        found = read_header(file, Path("fuzz.safetensors"))
     ends = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in found]
     assert all(before[1] == after[0] for before, after in pairwise(ends))
     assert not ends or ends[-1][1] == len(data)
-
-
-@cache
-def _memory() -> FileIO:
-    return FileIO(os.memfd_create("fuzz"), "r+")
 
 
 def _indexed(index: object, shard: bytes) -> bytes:
@@ -92,7 +86,9 @@ def checkpoint(data: bytes) -> None:
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="cubroker-fuzz-", dir=_place())
+    folder = tempfile.TemporaryDirectory(prefix="cubroker-fuzz-", dir=_place())
+    atexit.register(folder.cleanup)
+    return folder
 
 
 @contextmanager
