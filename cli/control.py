@@ -61,8 +61,8 @@ def drain(directory: Path, wait: float | None, off: bool) -> None:
     """Have the broker lend nothing new, tell its clients to give back what they hold, and wait until they have.
 
     The status is 1 if something is still held when the time is up. The broker goes on draining after this command,
-    until --off or its end; with a store the next broker goes on like that. For root, and the user who runs the
-    broker.
+    until --off or its end; with a store the next broker goes on like that. For administrators: root, the user who runs
+    the broker, and those in its setting admins.
     """
     if off and wait is not None:
         raise click.UsageError("--off has the broker lend again at once: leave out --wait")
