@@ -377,9 +377,9 @@ class Context(PrimaryContext):
         return unmapped(self.device.index, host=self.host) | {
             "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"the memory is on a device that device {self.device.index} does not "
             "reach; open it on that device, or on one that does",
-            "CUDA_ERROR_INVALID_CONTEXT": "this process exported it; or has the number, in its pid namespace, that the "
-            "one which did has in its own, and CUDA takes them for the same: run one of the two in the host's pid "
-            "namespace, or share it as vmm",
+            "CUDA_ERROR_INVALID_CONTEXT": "this process exported it; or the exporter, in another pid namespace, has "
+            "the pid of this process, and CUDA takes the two for one: run one of them in the host's pid namespace, "
+            "or share it as vmm",
             "CUDA_ERROR_INVALID_HANDLE": "this process has it open in another context of the device; "
             "shared memory can be opened in one context per device and process",
             "CUDA_ERROR_INVALID_VALUE": "the memory is gone, or it is emulated and its owner in another network "

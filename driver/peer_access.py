@@ -201,6 +201,6 @@ def _texts(device: int, peer: int) -> dict[str, str]:
         "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": f"{way}: that memory is out of direct reach; copy it instead",
         "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": f"{way}: nothing is left to disable; each enable is undone once",
         "CUDA_ERROR_TOO_MANY_PEERS": f"{way}: {too_many_peers(device)}",
-        "CUDA_ERROR_MAP_FAILED": f"{way}: the driver could not map that memory, as others report where BAR1 is small "
-        "or an IOMMU is on; copy it instead",
+        "CUDA_ERROR_MAP_FAILED": f"{way}: the driver could not map that memory; users of other projects report this "
+        "with a small BAR1 or an IOMMU that is on; copy it instead",
     }

@@ -222,7 +222,7 @@ def other(**results: Any) -> Driver:
     ("status", "text"),
     [
         ("TOO_MANY_PEERS", r"\(711\): from device 0 to device 1: device 0 has as many peers as it can have, of which"),
-        ("MAP_FAILED", r"\(205\): from device 0 to device 1: the driver could not map that memory, .* copy it instead"),
+        ("MAP_FAILED", r"\(205\): from device 0 to device 1: the driver could not map that memory; .* copy it instead"),
         ("INVALID_CONTEXT", r"\(201\): from device 0 to device 1: the context of one of them is gone"),
         ("INVALID_VALUE", r"\(1\): from device 0 to device 1: this driver does not know"),
         ("UNKNOWN", r"\(999\): asked with 0"),

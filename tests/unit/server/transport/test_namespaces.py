@@ -135,7 +135,7 @@ def test_ipc_memory_of_a_process_with_the_same_number_elsewhere_is_refused_and_v
         with visiting(broker.directory, "llama", before) as guest:
             assert guest.said[0] == "device"
             assert "CUDA_ERROR_INVALID_CONTEXT" in guest.said[1]
-            assert guest.said[1].endswith("run one of the two in the host's pid namespace, or share it as vmm")
+            assert guest.said[1].endswith("run one of them in the host's pid namespace, or share it as vmm")
         publish(broker.directory)
         with visiting(broker.directory, "llama", before) as guest:
             assert guest.said == CONTENT
