@@ -76,7 +76,7 @@ def check_pool_name(name: str, what: str = "a pool") -> None:
     if not _POOL_NAME.fullmatch(name):
         rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
         bare, at, _ = name.partition("@")
-        hint = f"; a version is given apart, beside the name {bare[:64]!r}" if at and _POOL_NAME.fullmatch(bare) else ""
+        hint = f"; give the version separately from the name {bare[:64]!r}" if at and _POOL_NAME.fullmatch(bare) else ""
         raise Invalid(f"{name[:64]!r} cannot name {what}: {rule}{hint}")
 
 

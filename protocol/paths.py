@@ -64,7 +64,7 @@ def find_directory(environ: Mapping[str, str] = os.environ, uid: int | None = No
     if doubt := _doubt(SYSTEM, user):
         here = f"no socket is in {own}" if stranger is None else f"{own} belongs to user {stranger}"
         raise Denied(
-            f"{here}, and {SYSTEM} is not taken for the host's: {doubt}; to use it all the same, name it by {NAMED}"
+            f"{here}, and {SYSTEM} is not trusted as the host's: {doubt}; to use it anyway, name it by {NAMED}"
         )
     return SYSTEM
 

@@ -192,7 +192,7 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (
             lambda broker: broker.attach("x@1"),
             Invalid,
-            "'x@1' cannot .*; a version is given apart, beside the name 'x'",
+            "'x@1' cannot .*; give the version separately from the name 'x'",
         ),
         (lambda broker: broker.attach("@1"), Invalid, "cannot name a pool.* or _$"),
         (lambda broker: broker.attach("x", version=0), Invalid, "count from 1"),

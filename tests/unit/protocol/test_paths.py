@@ -126,7 +126,9 @@ def test_between_two_strangers_directories_neither_is_taken(host: Path) -> None:
     user.mkdir(parents=True)
     for directory in (host, user):
         os.chown(directory, 54_321, 54_321)
-    with pytest.raises(Denied, match=rf"^{user} belongs to user 54321, and {host} is not taken for the host's: it bel"):
+    with pytest.raises(
+        Denied, match=rf"^{user} belongs to user 54321, and {host} is not trusted as the host's: it bel"
+    ):
         paths.find_directory(own(host), SOMEBODY)
 
 

@@ -152,8 +152,8 @@ def test_a_directory_that_is_not_taken_for_the_hosts_is_a_finding(tmp_path: Path
     assert found["directory"]["why"] == f"{own} is not there yet; `cubroker serve` makes it"
     verdict = found["host's broker"]
     assert verdict["works"] is False
-    assert verdict["why"].startswith(f"no socket is in {own}, and {host} is not taken for the host's: its group and ")
-    assert verdict["do"].startswith("to use it all the same, name it by --directory, ")
+    assert verdict["why"].startswith(f"no socket is in {own}, and {host} is not trusted as the host's: its group and ")
+    assert verdict["do"].startswith("to use it anyway, name it by --directory, ")
     host.chmod(0o755)
     assert run_as_guest(host, "ls").returncode == 3
 
