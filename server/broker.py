@@ -183,7 +183,7 @@ class Broker:
                 self._store.journal.commit(self._unwritten)
         except (OSError, MemoryError) as error:
             if self._retry is None:
-                log.error("the journal takes nothing, so requests wait: %s", explain(error))
+                log.error("cannot write to the journal, so requests wait: %s", explain(error))
                 self._retry = self._loop.call_later(RETRY, self._queue.put, JournalRetryDue())
             return False
         self._unwritten = []
@@ -410,7 +410,7 @@ class Broker:
         Memory that a client leases is not freed: it may be mapped.
         """
         if held := self._ledger.holders_text:
-            log.warning("still held, and left as it is: %s; memory of ipc pools ends with this process", held)
+            log.warning("still held, so not freed: %s; memory of ipc pools ends with this process", held)
         for each in self._ledger.held_memory():
             if each.leases:
                 self._memory[each.device].leave(each.ticket)
@@ -456,7 +456,7 @@ class Recovery:
             return self._ledger.recover()
         # As at the event itself: the other clients must still be served.
         except Exception:
-            log.exception("the broker failed at going on after that")
+            log.exception("the broker failed at recovering from that mistake")
             return self._ledger.take_effects()
 
     def close(self) -> None:
@@ -474,15 +474,15 @@ class Recovery:
 
 def _tell(audit: Audit) -> None:
     if not (audit.disagreements or audit.given_up or audit.refused):
-        log.warning("the ledger's books agree after that mistake; report it, with its traceback")
+        log.warning("the ledger's tables are consistent after that mistake; report it, with its traceback")
         return
     for finding in audit.disagreements[:MOST_FINDINGS]:
-        log.error("after that mistake the ledger's books do not agree: %s", finding)
+        log.error("the ledger's tables are not consistent after that mistake: %s", finding)
     for finding in audit.given_up[:MOST_FINDINGS]:
-        log.error("the next broker would give up what contradicts the rest: %s", finding)
-    again = ", and publish anew what is lost then" if audit.given_up else ""
-    advice = f"restart the broker when that suits, which puts the books in order{again}"
+        log.error("the next broker would drop or lose what contradicts the rest: %s", finding)
+    again = ", and publish lost versions again" if audit.given_up else ""
+    advice = f"restart the broker at a convenient time, which repairs the tables{again}"
     if audit.refused:
-        log.error("the next broker would refuse all that this one has recorded: %s", audit.refused)
-        advice = "do not restart the broker before everything was given back"
-    log.error("what is held goes on being served; %s; report this, with the traceback", advice)
+        log.error("the next broker would refuse this broker's journal: %s", audit.refused)
+        advice = "do not restart the broker before all leases have ended"
+    log.error("existing leases are still served; %s; report this, with the traceback", advice)

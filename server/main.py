@@ -263,7 +263,7 @@ async def _end(broker: Broker, service: ServiceStatus, current: Current, signals
     ``with_store`` says whether the store, if there is one, ends too.
     """
     if broker.holds(with_store=with_store) and (limit := current.config.drain):
-        log.info("told to end: what is lent has %g s to come back, or until the next signal", limit)
+        log.info("told to end: waiting up to %g s for leases to end; a second signal ends the wait", limit)
         broker.drain(with_store=with_store)
         service.draining(limit)
         waits = [asyncio.create_task(broker.drained()), asyncio.create_task(signals.stops.get())]

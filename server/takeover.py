@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 OWN = "own-"
 """The prefix of the names of stored sockets that a broker made; the broker does not change those of socket units."""
 
-UNSTORED = "it was not durable, and its memory went with the broker"
+UNSTORED = "it was not durable, so its memory ended with the broker"
 MISSING = "descriptors of its memory are missing from the store"
 
 
@@ -99,7 +99,7 @@ def inherited(
         listening = {name: stored.pop(name)[0] for name in LISTENERS if name in stored}
         if not (notifier and notifier.manager.limit):
             for name, descriptors in stored.items():
-                log.warning("%s was handed over, and is closed: nothing is known of a store that it is from", name)
+                log.warning("closing inherited descriptors named %s: no store is configured", name)
                 close_all(descriptors)
             yield InheritedFds(notifier, None, listening, standby=offered)
             return
@@ -118,10 +118,10 @@ def readable() -> Iterator[None]:
         yield
     except CorruptJournal as error:
         raise Unavailable(
-            f"what an earlier broker left cannot be used, and nothing of it was changed: {error}; mend that, or start"
-            f" the version of cubroker that wrote it; or give up all sessions, leases and pools: end `cubroker keep`,"
-            f" or, under systemd, stop the service and its sockets, and from version 254 on also: systemctl clean"
-            f" --what=fdstore cubroker.service"
+            f"cannot take over from an earlier broker, and nothing was changed: {error}; repair that, or start the"
+            f" version of cubroker that wrote the journal; or give up all sessions, leases and pools: end `cubroker"
+            f" keep`, or, under systemd, stop the service and its sockets, and from version 254 on also: systemctl"
+            f" clean --what=fdstore cubroker.service"
         ) from error
 
 
@@ -151,7 +151,7 @@ def restore(
     sessions = ledger.sessions()
     logged, stray = recall(items, [each.session for each in sessions])
     if stray:
-        log.error("the journal has %d values of sessions that the ledger does not know, and forgets them", len(stray))
+        log.error("dropping %d journal entries of sessions that the ledger does not know", len(stray))
         session_log.forget(stray)
     news: list[LedgerEvent] = []
     for known in sessions:

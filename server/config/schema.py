@@ -151,9 +151,7 @@ def parse_budget(text: str, total: int, device: str = "the device") -> int:
     match = _SHARE.fullmatch(text.strip())
     budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
     if not 0 < budget <= total:
-        raise Invalid(
-            f"a budget of {text} is {budget} bytes, and {device} has {total}; it can be 1 byte to all of them"
-        )
+        raise Invalid(f"a budget of {text} is {budget} bytes, and {device} has {total}; write 1 to {total} bytes")
     return budget
 
 
@@ -514,7 +512,7 @@ def _personal_quotas(meant: Mapping[str, Any], usual: Quota) -> dict[int, Quota]
 
 def _uid(key: str, name: str) -> int:
     if name.isdecimal() and int(name) >= 1 << 32:
-        raise Conflict(key, "there are no such numbers of users")
+        raise Conflict(key, "numbers of users are less than 4294967296")
     try:
         return user(int(name) if name.isdecimal() else name)
     except ValueError as error:

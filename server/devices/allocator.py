@@ -409,7 +409,7 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
             why = next(obstacles, None)
             return MulticastBound(request.group, COPIES, why) if why else self._make(request, devices)
         except DriverError as error:
-            log.warning("multicast cannot be had for devices %s, copies take its place: %s", devices, error)
+            log.warning("multicast is unavailable on devices %s; using copies instead: %s", devices, error)
             return MulticastBound(request.group, COPIES, str(error))
         except Exception as error:  # without an outcome, its client would wait for ever
             log.exception("%s failed in an unexpected way", request)

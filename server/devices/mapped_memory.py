@@ -173,7 +173,7 @@ class FileWatch(MemoryWatch):
             try:
                 others = set(processes(users))
             except OSError as error:
-                log.warning("the processes of users without a session cannot be looked at: %s", error)
+                log.warning("the processes of users without a session cannot be checked: %s", error)
         looked, everything = list[ProcessMemory](), set[FileId]()
         for pid, uid in sorted({*clients, *others}):
             try:
@@ -327,7 +327,7 @@ most."""
             found = self._watch.look(request.clients, request.users)
         # If the thread ended here, no check would follow; and a failed look must not harm the broker.
         except Exception:
-            log.exception("the broker failed at looking at the memory of processes")
+            log.exception("the broker failed at checking which memory processes have mapped")
         self._queue.put_threadsafe(MappedCheckDone(request.clients, tuple(found), time.monotonic() - began))
 
 

@@ -134,7 +134,7 @@ class Keeper:
                 self._step(min(max(due - time.monotonic(), 0.0), LONGEST_WAIT) if wait else 0.0)
                 wait = True
             except (OSError, MemoryError) as error:  # stored descriptors must outlive a moment without memory
-                self._log.complain(f"cannot go on at the moment: {error}")
+                self._log.complain(f"cannot continue at the moment: {error}; trying again")
                 wait = False  # no further event wakes this for the work left undone
                 time.sleep(RETRY_PAUSE)
         return self._status
@@ -183,7 +183,7 @@ class Keeper:
                 ),
             )
         except OSError as error:
-            self._log.complain(f"no process can stand by: {error.strerror}")
+            self._log.complain(f"cannot start a process that stands by: {error.strerror}")
 
     def _forward_signals(self) -> None:
         """Pass signals on to the process; if there is none, one that asks for the end ends the keeper.
@@ -220,11 +220,11 @@ class Keeper:
 
     def _handle(self, message: Datagram) -> None:
         if self._run is None or message.pid != self._run.pid:
-            raise Malformed("only the process that is kept has a say; if a shell started it, let that exec it")
+            raise Malformed("only the kept process may send messages; if a shell starts it, use exec there")
         fields = sd_notify.parse(message)
         if "BARRIER" in fields:
             if len(fields) > 1:
-                raise Malformed("BARRIER has to come alone")
+                raise Malformed("BARRIER must be the only field")
             return close_all(message.descriptors)  # which is the answer
         self._store(fields, message.descriptors)
         for news in self._run.handle(fields, time.monotonic()):
@@ -244,7 +244,9 @@ class Keeper:
                 self._log.complain(complaint)
             return
         if descriptors or (removes and "FDNAME" not in fields):
-            raise Malformed("descriptors came without FDSTORE=1" if descriptors else "it removes nothing by name")
+            raise Malformed(
+                "descriptors came without FDSTORE=1" if descriptors else "FDSTOREREMOVE=1 came without FDNAME"
+            )
         if removes:
             self._stored.remove(fields["FDNAME"])
 
@@ -290,7 +292,7 @@ class Keeper:
         try:
             pid = child.start(self._terms.command, self._environ, self._stored.names, self._signals, self._log.say)
         except OSError as error:
-            self._log.say(f"there cannot be another process: {error.strerror}")
+            self._log.say(f"cannot start another process: {error.strerror}")
             self._status = child.NOT_EXECUTABLE
             return self._plan_next(Run(0, now), now)
         self._run = Run(pid, now, self._terms.limits)
@@ -318,7 +320,7 @@ class Keeper:
         there = f" and is still there{_last_status(run)}" if run.phase is RunPhase.STUCK else ""
         names = f": {', '.join(self._stored.names.values())}" if len(self._stored) else ""
         self._log.say(
-            f"process {run.pid} did not end in order{there}: what it lent was not given back, and "
+            f"process {run.pid} did not shut down cleanly{there}: what it lent was not given back, and "
             f"{len(self._stored)} stored descriptors are dropped{names}"
         )
 
@@ -496,7 +498,7 @@ class FdSet:
         except PermissionError:
             pass  # a kind of file that never hangs up
         except OSError as error:
-            return [f"whether {name!r} hangs up cannot be seen ({error.strerror}), so it stays until removed"]
+            return [f"{name!r} cannot be watched for a hangup ({error.strerror}), so it stays until removed"]
         return ()
 
 

@@ -185,7 +185,7 @@ def _check_plan(body: messages.Create, plan: tuple[int, ...], allocations: int) 
     used = set(plan)
     if idle := [uuid for index, uuid in enumerate(body.devices) if index not in used]:
         raise errors.Invalid(
-            f"the plan of {body.name} puts nothing on {', '.join(idle)}; leave out what has no part in it"
+            f"the plan of {body.name} puts nothing on {', '.join(idle)}; leave out devices without allocations"
         )
 
 
@@ -201,7 +201,10 @@ def _base(tables: Tables, session: Session, pool: Pool | None, body: messages.Cr
     if body.base is None:
         return None
     if body.attach is not None:
-        raise errors.Invalid(f"{body.name} is to be attached to or created, and an update is created; leave one out")
+        raise errors.Invalid(
+            f"{body.name} cannot be both an update, which is always created, and attached to if it exists; leave one"
+            f" out"
+        )
     if pool is not None:
         check_readable(tables, session, pool)
     base = find(tables, session, body.name, body.base.version)
@@ -226,8 +229,8 @@ def _check_base(body: messages.Create, wanted: messages.Base, base: Version, lay
     if MULTICAST in (body.share, base.share) or body.writable or base.writable:
         what = "multicast" if MULTICAST in (body.share, base.share) else "writable by its readers"
         raise errors.Unsupported(
-            f"an update of {base.label} cannot share its memory: one of both is {what}; publish all tensors, without a"
-            f" base"
+            f"an update of {base.label} cannot share its memory: one of the two is {what}; publish all tensors, without"
+            f" a base"
         )
     for name, asked, there in (
         ("share kind", body.share, base.share),
@@ -237,7 +240,7 @@ def _check_base(body: messages.Create, wanted: messages.Base, base: Version, lay
     ):
         if asked != there:
             raise errors.Unsupported(
-                f"an update of {base.label} has its {name}, {there}, and {asked} was asked for; leave that"
+                f"an update of {base.label} keeps its {name}, {there}, and {asked} was asked for; leave that"
                 f" out, or publish all tensors, without a base"
             )
     kept = [number for number in wanted.allocations if number is not None]
@@ -253,8 +256,8 @@ def _check_base(body: messages.Create, wanted: messages.Base, base: Version, lay
         place = next(iter(base.replicas)) if body.plan is None else body.devices[body.plan[new]]
         if places.get(number) != (place, memory.rounded(layout.allocations[new])):
             raise errors.Invalid(
-                f"allocation {new} of an update of {base.label} is not its allocation {number}: the sizes or devices"
-                f" differ"
+                f"allocation {new} of an update of {base.label} cannot share memory with allocation {number} of"
+                f" {base.label}: the sizes or devices differ"
             )
 
 

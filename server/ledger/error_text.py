@@ -72,7 +72,7 @@ def not_lending(tables: Tables) -> str:
     why, hint = (
         (BY_HAND, "go on without, or ask again later") if tables.drained else (ENDING, "start it again, or wait")
     )
-    return f"the broker lends nothing new: {why}; {hint}"
+    return f"the broker grants no new leases: {why}; {hint}"
 
 
 def drain_reason(tables: Tables) -> str:
@@ -148,7 +148,7 @@ def held(tables: Tables, session: Session, name: str) -> str:
     if pool is None or not can_read(tables, session, pool):
         return ""
     left = [version for version in pool.versions.values() if version.leases and version is not pool.draft]
-    return f". {left[-1].label} is still held: it can be named so" if left else ""
+    return f". {left[-1].label} is still held; name that version if you mean it" if left else ""
 
 
 def _being_written(draft: Version) -> str:
@@ -174,7 +174,7 @@ def retired(name: str, number: int, pool: Pool | None, loss: Loss | None) -> str
 def belongs(tables: Tables, session: Session, pool: Pool) -> str:
     """Say which user a pool belongs to, if the session may read that in the list of pools."""
     if not can_read(tables, session, pool):
-        return "as its mode says"
+        return "whose owner does not allow it"
     return f"which belongs to user {pool.owner} and group {pool.group}, with mode {pool.mode:03o}"
 
 
@@ -382,7 +382,7 @@ def never_affords(user: User, name: str, nbytes: int) -> str:
     """Say that a create is larger than its user's whole quota."""
     assert user.quota.memory is not None
     return (
-        f"{name} needs {size(nbytes)}, devices taken together, and the quota of user {user.uid} is"
+        f"{name} needs {size(nbytes)} on all devices together, and the quota of user {user.uid} is"
         f" {size(user.quota.memory)}; ask for a larger quota, or make it smaller"
     )
 

@@ -64,7 +64,7 @@ def disagreements(tables: Tables) -> list[str]:
 def in_words(error: Exception) -> str:
     """Return the source line of the failed assertion."""
     (*_, frame) = traceback.extract_tb(error.__traceback__)
-    return f"not so is {frame.line}"
+    return f"failed: {frame.line}"
 
 
 def _parts(tables: Tables) -> Iterator[Part]:

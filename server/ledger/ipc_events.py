@@ -110,7 +110,7 @@ def await_event(
     version = lease.version
     ipc_event = tables.ipc_events.get(body.event)
     if ipc_event is None or ipc_event.lease.version is not version:
-        forgotten = f"event {body.event} of {version.label} has ended, or never was one; open it anew"
+        forgotten = f"event {body.event} of {version.label} has ended, or never existed; open it anew"
         raise Unavailable(version.ended_reasons.get(body.event, forgotten))
     if ipc_event.generation > body.after:
         return messages.Generation(ipc_event.generation)

@@ -101,8 +101,8 @@ def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
     """Raise ``Denied`` if a session may not attach to, describe and watch a pool."""
     if not can_read(tables, session, pool):
         raise Denied(
-            f"user {session.uid} may not attach to {pool.name}, describe or watch it, as its mode says; ask its owner"
-            f" for one that lets you"
+            f"user {session.uid} may not attach to {pool.name}, describe or watch it: its mode does not allow that; ask"
+            f" its owner for a mode that does"
         )
 
 
@@ -189,13 +189,13 @@ def _check_draft(tables: Tables, session: Session, draft: Version) -> None:
     """Raise ``Denied`` or ``Unsupported`` if a session may not attach to a draft."""
     if not can_read_draft(tables, session, draft):
         raise Denied(
-            f"user {session.uid} may not attach to {draft.label} before its seal, as the mode says that it will have;"
-            f" ask its owner for one that lets you"
+            f"user {session.uid} may not attach to {draft.label} before its seal: the mode that it will have does not"
+            f" allow that; ask its owner for a mode that does"
         )
     if draft.writable:
         raise Unsupported(
-            f"{draft.label} cannot be attached to before its seal: its readers will write it, and until then its writer"
-            f" alone may; wait for it to be sealed"
+            f"{draft.label} cannot be attached to before its seal: it is writable by its readers, and until the seal"
+            f" only its writer may write it; wait for it to be sealed"
         )
     writer = draft.holders[draft.writer_lease].session
     if draft.share == IPC and session.uid != writer.uid and not is_privileged(tables, session):

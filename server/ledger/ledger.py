@@ -315,7 +315,7 @@ class Ledger:
             return ""
         held = ", ".join(version.label for version in islice(versions, MAX_NAMED))
         doomed = ", ".join([version.label for version in versions if version.share == IPC][:MAX_NAMED])
-        advice = f"do not use {doomed} any more, whose memory ends with it" if doomed else "unmap it when done"
+        advice = f"do not use {doomed} any more: the memory ends with the broker" if doomed else "unmap it when done"
         return f"this process still holds {held}: {advice}"
 
     def summary(self) -> str:

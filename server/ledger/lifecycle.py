@@ -143,7 +143,7 @@ def drain(tables: Tables, session: Session, body: Drain) -> Done:
             )
         raise Denied(f"user {uid} may not drain the broker; {advice}")
     if tables.shutdown_leases is not None and not body.on:
-        raise Unavailable(f"the broker lends nothing new, since {error_text.ENDING}; wait until it was started again")
+        raise Unavailable(f"the broker grants no new leases: {error_text.ENDING}; wait until it was started again")
     before, tables.drained = error_text.drain_reason(tables), body.on
     _refuse_waiters(tables)
     if (now := error_text.drain_reason(tables)) != before:
@@ -154,7 +154,7 @@ def drain(tables: Tables, session: Session, body: Drain) -> Done:
 def start_shutdown(tables: Tables, event: events.ShutdownStarted) -> None:
     """Grant no more leases on memory that ends with the broker, and wait for the end of those that exist."""
     if tables.shutdown_leases is not None:
-        raise Impossible("a broker that ends is to end")
+        raise Impossible("ShutdownStarted arrived twice")
     tables.outlives_broker = tables.outlives_broker and not event.with_store
     ending = {lease.id: lease for lease in tables.leases.values() if tables.ends_with_broker(lease.version)}
     tables.shutdown_leases = ending
@@ -214,7 +214,7 @@ def _notify_holders(tables: Tables, version: Version) -> None:
 def resume(tables: Tables, _: events.Resumed) -> None:
     """Bind multicast versions again, and tell watchers and holders what they may have missed."""
     if tables.resumed:
-        raise Impossible("a ledger that was not restored, or goes on already, is to go on")
+        raise Impossible("Resumed arrived for a ledger that was not restored, or has already resumed")
     tables.resumed = True
     for session in tables.sessions.values():
         tables.note(session, RESTARTED)

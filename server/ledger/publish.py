@@ -95,7 +95,7 @@ def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.
     if version is pool.draft:
         writer = version.writer if can_read(tables, session, pool) else "another session"
         raise errors.Invalid(
-            f"{version.label} is a draft of {writer}; it ends when that session closes it, or ends itself"
+            f"{version.label} is a draft of {writer}; it ends when that session closes it, or when the session ends"
         )
     leases = version.leases
     if version.state not in (VersionState.RETIRED, VersionState.LOST):
@@ -188,8 +188,8 @@ def sealed_digests(version: Version, body: messages.Seal | messages.SealInPlace)
         )
     if not digests_fit(version, digests):
         raise errors.Invalid(
-            f"{version.label} was to be sealed with digests that are not one of {DIGEST_BYTES} bytes for each"
-            f" allocation of each of its {len(version.replicas)} replicas"
+            f"{version.label} cannot be sealed with these digests; send one of {DIGEST_BYTES} bytes for each allocation"
+            f" of each of its {len(version.replicas)} replicas"
         )
     return digests
 

@@ -359,7 +359,7 @@ def _check(tables: Tables, before: Mapping[DirtyKey, SnapshotEntry]) -> None:
     after = dict(entries(tables))
     for key in sorted({*before, *after} - (tables.dirty_keys or {}).keys()):
         if before.get(key) != after.get(key):
-            raise _corrupt(encode_key(key), "what was made of it would be recorded in another way")
+            raise _corrupt(encode_key(key), "the restored tables would write a different entry")
     try:
         invariants.check(tables)
     except invariants.MISTAKES as error:
@@ -381,7 +381,7 @@ def _lose(tables: Tables, version: Version, why: str) -> None:
 def _drop(tables: Tables, key: DirtyKey, what: str) -> None:
     """Leave out an entry that refers to something that does not exist."""
     tables.mark_dirty(*key)
-    tables.findings.append(f"forgotten is {what}")
+    tables.findings.append(f"dropped {what}")
 
 
 def _read_session(tables: Tables, key: DirtyKey, entry: SessionEntry) -> None:
@@ -477,7 +477,7 @@ def _read_state(tables: Tables, key: DirtyKey, entry: StateEntry) -> None:
         raise _corrupt(encode_key(key), f"no version that is {entry.state.value} is recorded")
     version = _find_version(tables, name, number)
     if version is None:
-        _drop(tables, key, f"a state of {name}@{number}, which there is not")
+        _drop(tables, key, f"a state of {name}@{number}, which does not exist")
     else:
         version.state, version.why = entry.state, entry.why
         version.digests, version.published = entry.digests, entry.published
@@ -498,7 +498,7 @@ def _read_lease(tables: Tables, key: DirtyKey, entry: LeaseEntry) -> None:
     session.user.leases += 1
     if not given or len(given) < len(entry.given):
         tables.mark_dirty(*key)
-        _lose(tables, version, f"lease {number} is on memory that it has not")
+        _lose(tables, version, f"lease {number} names memory that the version does not have")
 
 
 def _read_event(tables: Tables, key: DirtyKey, entry: EventEntry) -> None:
@@ -569,7 +569,7 @@ def _repair(tables: Tables) -> None:
             tables.mark_dirty(Kind.NAME, name=pool.name)
         elif pool.owner is None and pool.versions:
             for version in pool.versions.values():
-                _lose(tables, version, "nothing says whose its name is")
+                _lose(tables, version, "no entry names the owner of the pool")
             pool.owner, pool.group, pool.mode = version.owner, 0, 0
         for version in pool.versions.values():
             _repair_version(tables, version)
@@ -582,9 +582,9 @@ def _repair(tables: Tables) -> None:
 def _repair_version(tables: Tables, version: Version) -> None:
     """Mark a version as lost if its state contradicts its leases."""
     if version.state is VersionState.ALLOCATING:
-        _lose(tables, version, "nothing says what became of it")
+        _lose(tables, version, "it has no state entry")
     elif version.state is VersionState.LOST and not version.why:
-        _lose(tables, version, "nothing says how")
+        _lose(tables, version, "its state entry gives no reason for the loss")
     elif version.state is VersionState.DRAFT and version.writer_lease not in version.holders:
         _lose(tables, version, "it is a draft, and there is no lease of its writer")
     elif version.state is VersionState.DRAFT and version.leases > 1 and not version.lent:

@@ -267,7 +267,7 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
         if other is None or not can_see_session(tables, session, other):
             raise NotFound(
                 f"nothing is known of a session {body.session} of user {session.uid}; `cubroker clients` lists those"
-                f" that there are, and administrators may hear of all"
+                f" that there are, and administrators may read the events of all"
             )
         log = other.log
     else:
@@ -275,7 +275,9 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
         pool = tables.pools.get(body.pool) or tables.past_pools.get(body.pool)
         if pool is None or not can_read_history(tables, session, pool):
             if pool is not None and pool.owner is not None:
-                raise Denied(f"user {session.uid} may not hear of {body.pool}; ask its owner for a mode that lets you")
+                raise Denied(
+                    f"user {session.uid} may not read the events of {body.pool}; ask its owner for a mode that lets you"
+                )
             hint = error_text.near(tables, session, body.pool) or "`cubroker ls` lists those that there are"
             raise NotFound(f"nothing is known of a pool {body.pool}; {hint}")
         log = pool.log

@@ -174,7 +174,7 @@ class HttpServer:
                         response = _compressed(response)
                     await self._send(http, writer, response, empty=event.method == b"HEAD")
         except (OSError, TimeoutError, h11.ProtocolError) as error:
-            log.debug("a reader of metrics went: %r", error)
+            log.debug("a reader of metrics lost its connection: %r", error)
         finally:
             writer.transport.abort()
 
@@ -182,7 +182,9 @@ class HttpServer:
         path = request.target.partition(b"?")[0].decode("ascii")
         headers = dict(request.headers)
         if not _is_here(headers.get(b"host", b"").decode("ascii", "replace")):
-            return _error(421, "this is read by the names of this host alone: localhost, 127.0.0.1, [::1]")
+            return _error(
+                421, "this address serves requests to localhost, 127.0.0.1 and [::1] only; use one of these names"
+            )
         if _is_foreign(path, headers):
             return _error(403, "a page of another origin has no access here; open / in a tab of its own")
         routes = self._check.admit(headers)
@@ -191,7 +193,7 @@ class HttpServer:
         if request.method not in (b"GET", b"HEAD"):
             return _error(405, "there is nothing here to change; use GET")
         if path not in routes:
-            return _error(404, f"there is nothing there; there are {', '.join(routes)}")
+            return _error(404, f"there is no such path; the paths are {', '.join(routes)}")
         try:
             return await routes[path]()
         except TimeoutError:
@@ -203,7 +205,7 @@ class HttpServer:
         self, http: h11.Connection, writer: asyncio.StreamWriter, response: HttpResponse, *, empty: bool = False
     ) -> None:
         if not isinstance(response.body, bytes) and self._streams >= MAX_STREAMS:
-            response = _error(503, f"{MAX_STREAMS} watch already; close one of them")
+            response = _error(503, f"{MAX_STREAMS} readers watch already; close one of them")
         body = response.body
         length = [("Content-Length", str(len(body)))] if isinstance(body, bytes) else []
         headers = [("Content-Type", response.kind), *length, *HEADERS, *response.headers]
@@ -349,11 +351,11 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
 
 def _readers(metrics: Metrics) -> str:
     """Return a text that says who can read the metrics."""
-    bearers = "for who has the token" if metrics.token_file is not None else ""
+    bearers = "for readers with the token" if metrics.token_file is not None else ""
     if isinstance(metrics.listen, Path):
-        passing = f"for whom mode {metrics.access.mode:03o} lets pass"
+        passing = f"for users whom mode {metrics.access.mode:03o} admits"
         return f"{passing} and {bearers}" if bearers else passing
-    strangers = "as far as strangers may know for everybody" if metrics.public else ""
+    strangers = "for everybody, limited to what strangers may know" if metrics.public else ""
     return " and ".join(filter(None, (bearers, strangers)))
 
 
@@ -461,7 +463,9 @@ class Site:
             taken.set_result((snapshot, time.monotonic() - began))
         finally:
             if not taken.done():  # because of a bug, whose exception the loop logs
-                taken.set_exception(InternalFailure("the broker failed at looking at itself; its log says more"))
+                taken.set_exception(
+                    InternalFailure("the broker failed at taking a snapshot of its state; its log says more")
+                )
 
     def _picture(self, view: View) -> bytes:
         if self._encoded[0] is not view:

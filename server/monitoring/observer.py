@@ -67,7 +67,7 @@ BURST, REFILL = 200, 1.0
 """Lines at ``info`` that one user can cause in a burst, and seconds after which a user can cause one more."""
 
 PLAIN = frozenset((Failed, Created, Sealed, Retirement))  #: Replies that are worth a line at ``info``.
-FAILURE = "the broker failed at looking at what happens"
+FAILURE = "the broker failed at counting and logging an event"
 
 Naming = Attach | Create | Describe | Retire | Find | ListDigests | Lock | Watch
 """The requests that name their pool."""
@@ -261,7 +261,11 @@ class LedgerObserver:
     def _after(self, event: LedgerEvent, effects: Collection[Effect]) -> None:
         if isinstance(event, RequestReceived):
             if isinstance(event.body, Drain) and Respond(event.session, event.request, Done()) in effects:
-                lends = "drains the broker, which lends nothing new" if event.body.on else "has the broker lend again"
+                lends = (
+                    "drains the broker, which grants no new leases"
+                    if event.body.on
+                    else "has the broker grant leases again"
+                )
                 self._log(logging.INFO, self._ledger.holder(event.session), lends)
         elif isinstance(event, SessionOpened):
             self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")

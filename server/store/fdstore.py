@@ -229,9 +229,9 @@ class Store:
         self._left = {name: list(descriptors) for name, descriptors in inherited.items()}
         journals = self._left.pop(JOURNAL, [])
         if len(journals) > 1:
-            raise CorruptJournal(f"the store has {len(journals)} journals, and nothing says which of them is true")
+            raise CorruptJournal(f"the store has {len(journals)} journals, and it is unknown which one is valid")
         if not journals and (orphans := sorted(filter(_OURS.fullmatch, self._left))):
-            raise CorruptJournal(f"the store has no journal, and nothing says whose {', '.join(orphans[:8])} may be")
+            raise CorruptJournal(f"the store has no journal, so the owners of {', '.join(orphans[:8])} are unknown")
         self.inherited = bool(journals)
         self.journal = Journal.open(journals[0]) if journals else Journal.create()
 
@@ -264,7 +264,7 @@ class Store:
         try:
             self._manager.say(sd_notify.removing(name))
         except Unavailable as error:
-            log.warning("the store was not told to forget %s: %s", name, error.message)
+            log.warning("cannot remove %s from the store now: %s", name, error.message)
             if self._loop:
                 self._loop.call_soon_threadsafe(self.notifier.remove, name)
 
@@ -280,6 +280,6 @@ class Store:
     def sweep(self) -> None:
         """Close and drop the names that were not taken: their pool or session has ended. For the event loop only."""
         for name in list(self._left):
-            log.info("the store has %s, which belongs to nothing any more; it is dropped", name)
+            log.info("dropping %s from the store: its pool or session has ended", name)
             self.notifier.remove(name)
             close_all(self._left.pop(name))

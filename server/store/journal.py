@@ -225,7 +225,10 @@ def newest_slot(descriptor: int) -> Slot:
         )
     size = os.fstat(descriptor).st_size
     if newest.start < AREA or newest.start % mmap.PAGESIZE or (newest.length and newest.end > size):
-        raise CorruptJournal(f"the journal is damaged: what counts is to be at {newest.start} to {newest.end}")
+        raise CorruptJournal(
+            f"the journal is damaged: the newest slot refers to bytes {newest.start} to {newest.end}, which is not"
+            f" a valid area"
+        )
     return newest
 
 

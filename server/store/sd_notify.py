@@ -212,7 +212,7 @@ def inherit(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
             os.set_inheritable(number, False)
         except OSError as error:
             raise Invalid(
-                f"descriptor {number}, {label!r} of LISTEN_FDNAMES, cannot be had: {explain(error)}"
+                f"descriptor {number}, {label!r} of LISTEN_FDNAMES, cannot be used: {explain(error)}"
             ) from error
         inherited.setdefault(label, []).append(number)
     return inherited
@@ -282,7 +282,7 @@ def receive(channel: socket.socket, longest: int = LONGEST) -> Datagram | None:
 def parse(datagram: Datagram) -> dict[str, str]:
     """Return the fields of a message, the first of each name; raises ``Malformed`` if it is cut off or malformed."""
     if not datagram.whole:
-        raise Malformed(f"it is cut off: over {LONGEST} bytes of text, or no descriptor was left here")
+        raise Malformed(f"it is truncated: it has over {LONGEST} bytes of text, or this process has no descriptor left")
     try:
         lines = datagram.data.decode().split("\n")
     except UnicodeDecodeError:

@@ -142,7 +142,8 @@ class Listener:
         ((uid, count),) = users.most_common(1)
         oldest = next(connection for connection, (peer, _) in self._pending.items() if peer.uid == uid)
         reason = (
-            f"user {uid} has {count} connections of {MAX_PENDING} that may stand here without a greeting; greet at once"
+            f"user {uid} has {count} of the {MAX_PENDING} connections that may be open without a greeting; send the"
+            f" greeting immediately after connecting"
         )
         self._refuse(oldest, OverQuota(reason))
 
@@ -212,7 +213,7 @@ def _read(data: bytes) -> tuple[Hello, int]:
     common = set(hello.versions) & set(VERSIONS)
     if not common:
         raise Unsupported(
-            f"this broker speaks protocol versions {VERSIONS}, and none of the client's; upgrade the older"
+            f"this broker speaks protocol versions {VERSIONS}, and the client none of them; upgrade the older"
         )
     return hello, max(common)
 
@@ -223,7 +224,7 @@ def _send(connection: socket.socket, error: CubrokerError) -> None:
         # If the greeting were unread at the close, the client would get an error before it could read the refusal.
         connection.recv(1)
     except OSError as failure:
-        log.debug("a refusal was not delivered, or nothing came: %s", failure)
+        log.debug("a refusal was not delivered, or no greeting came: %s", failure)
 
 
 class Sessions:
@@ -384,6 +385,6 @@ class Sessions:
 def not_stored(error: Unavailable) -> Unavailable:
     """Return the error for a session that the store refused."""
     return Unavailable(
-        f"this session would not outlive the broker: {error.message}; try again later, or have the operator"
-        f" of the broker see to its store, systemd or cubroker keep"
+        f"this session would not outlive the broker: {error.message}; try again later, or ask the broker's"
+        f" operator to check its store (systemd or cubroker keep)"
     )

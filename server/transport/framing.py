@@ -100,10 +100,10 @@ class BatchDecoder:
                 batches.append(batch)
                 self._read = self._unpacker.tell()
         except msgpack.UnpackException as error:
-            raise ValueError(f"no batches: {error!r}") from None
+            raise ValueError(f"not msgpack: {error!r}") from None
         for batch in batches:
             if not isinstance(batch, list) or not all(type(frame) is bytes for frame in batch):
-                raise ValueError(f"no batch of byte strings, but {type(batch).__name__}")
+                raise ValueError(f"not a list of byte strings, but {type(batch).__name__}")
         if self._grown and self._fed == self._read:
             self._begin()  # the buffer has grown to the largest batch, and does not shrink
         return batches

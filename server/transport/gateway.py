@@ -244,7 +244,7 @@ def main() -> None:
             except (MemoryError, zmq.ZMQError) as error:
                 if getattr(error, "errno", errno.ENOMEM) != errno.ENOMEM:
                     raise
-                sys.exit("no memory is left to it; a peer sends without end, or does not read")
+                sys.exit("the gateway is out of memory: a peer sends an endless message, or does not read its replies")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class RequestDecoder(framing.BatchDecoder):
         self._pieces.append(piece)
         self._gathered += len(piece)
         if self._gathered > framing.MAX_FRAME:
-            raise ValueError(f"no batches: pieces of {self._gathered} bytes; a request has {framing.MAX_FRAME} at most")
+            raise ValueError(f"pieces of {self._gathered} bytes in all; a request has {framing.MAX_FRAME} at most")
         if which != framing.LAST:
             return None
         pieces, self._pieces, self._gathered = self._pieces, [], 0
@@ -191,7 +191,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         try:
             whole = self._batches.feed(self._received[:nbytes]) if nbytes else []
         except ValueError as error:
-            log.error("the gateway sent what is no batch (%s); it is started again", error)
+            log.error("the gateway sent an invalid batch (%s) and is restarted", error)
             return self.close()
         if not all(whole) and not self.listening.done():
             self.listening.set_result(None)
@@ -372,7 +372,7 @@ async def watch(connection: GatewayConnection, path: Path) -> str:
                 unanswered = 0
             elif connection.waits() and asked:
                 unanswered += 1
-    return f"brought back none of {limit} questions in {limit * INTERVAL:g} s"
+    return f"answered none of {limit} probes in {limit * INTERVAL:g} s"
 
 
 # -- the process -------------------------------------------------------------------------------------
@@ -470,9 +470,11 @@ class GatewayProcess:
                     return self._first.set_result(ending)
                 quick = quick + 1 if loop.time() - started < STEADY else 0
                 delay = min(FIRST_DELAY * 2 ** min(quick - 2, 10), LONGEST_DELAY) if quick > 1 else 0.0
-                log.warning("the gateway went: %s; the next one starts in %.2f s", ending, delay)
+                log.warning("the gateway ended: %s; another one starts in %.2f s", ending, delay)
             except MemoryError:  # which passes
-                log.warning("the gateway went, and the broker had no memory to see to it; the next one starts soon")
+                log.warning(
+                    "the gateway ended, and the broker ran out of memory while handling that; another one starts soon"
+                )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
         return None
@@ -619,6 +621,6 @@ def _ended(status: int) -> str:
     if status != -signal.SIGABRT:
         return f"ended with status {status}"
     return (
-        "was aborted by libzmq, as a rule for want of threads, descriptors or memory; look at LimitNPROC=, TasksMax=,"
+        "was aborted by libzmq, usually for lack of threads, descriptors or memory; look at LimitNPROC=, TasksMax=,"
         " LimitNOFILE= and LimitAS= of the broker's unit, or at ulimit -a"
     )

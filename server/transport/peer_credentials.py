@@ -66,9 +66,9 @@ def identify(connection: socket.socket) -> Peer:
     pid, uid, gid = CREDENTIALS.unpack(raw)
     if uid == overflow_id("uid") or gid == overflow_id("gid"):
         raise Denied(
-            f"the broker cannot tell who connects: to its user namespace this process is of user {uid} and group {gid},"
-            f" as is everybody whom that does not know; run the broker in the host's user namespace (hostUsers: true,"
-            f" --userns=host), or the process in that of the broker"
+            f"the broker cannot tell who connects: its user namespace shows this process as user {uid} and group {gid},"
+            f" as it shows everybody whom it does not know; run the broker in the host's user namespace (hostUsers:"
+            f" true, --userns=host), or the process in that of the broker"
         )
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES)
@@ -127,8 +127,8 @@ def _peer_pidfd(connection: socket.socket, pid: int) -> int:
     except OSError as error:
         if error.errno == errno.ENOPROTOOPT and not pid:
             raise Unsupported(
-                "the broker cannot see the process that connects, which is in another pid namespace, and Linux names it"
-                " nevertheless only from 6.5 on; run the broker in the host's pid namespace (hostPID: true, --pid=host)"
+                "the broker cannot see the process that connects: it is in another pid namespace, and Linux before 6.5"
+                " does not name such a process; run the broker in the host's pid namespace (hostPID: true, --pid=host)"
                 " or both in one"
             ) from None
         if error.errno == errno.ENOPROTOOPT:

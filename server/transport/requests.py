@@ -65,7 +65,9 @@ LARGE = 64 << 10
 """Bytes of a lease, as it travels, past which it is sent in its user's turn. Most are its layout, which is encoded."""
 
 TOO_LONG = Failed(
-    "over_quota", f"the answer has over {wire.MAX_MESSAGE} bytes, the most of a message; ask again when less is in use"
+    "over_quota",
+    f"the answer would exceed {wire.MAX_MESSAGE} bytes, the limit of a message; ask again when fewer pools, versions or"
+    f" sessions exist",
 )
 
 MAX_REMEMBERED = 32 << 20
@@ -77,8 +79,8 @@ HEAD = 64  #: Bytes of a message that are searched for its secret and its id, wh
 DENIED = Failed("denied", "no session has this secret: the broker was started again, or the session is over; open one")
 FULL = Failed(
     "over_quota",
-    f"{MAX_REQUESTS} requests of this session, or {MAX_BYTES >> 20} MiB of requests and answers of it or of all its"
-    f" user's sessions, await an answer or its receipt, the most there may be; ask again when fewer are under way",
+    f"{MAX_REQUESTS} requests of this session are unanswered or unacknowledged, or {MAX_BYTES >> 20} MiB of requests"
+    f" and answers of it or of all its user's sessions; that is the limit; send again when fewer are pending",
 )
 
 
@@ -363,8 +365,8 @@ def _suspect(session: SessionConnection) -> None:
     session.forged += 1
     if session.forged == 1:
         log.warning(
-            "requests in the name of session %d (pid %d) that it did not write are dropped: a peer forges them, or one"
-            " has taken the gateway over",
+            "dropping forged requests in the name of session %d (pid %d): a peer sends them, or an attacker controls"
+            " the gateway",
             session.number,
             session.peer.pid,
         )

@@ -160,7 +160,7 @@ class SessionConnection:
         if self._connection is None:
             return True
         if len(data) > MAX_NOTICE:
-            log.error("session %d is not told %d bytes: a notice has %d at most", self.number, len(data), MAX_NOTICE)
+            log.error("session %d: dropped a message of %d bytes; the limit is %d", self.number, len(data), MAX_NOTICE)
             return True
         try:
             _send(self._connection, data)
@@ -258,7 +258,7 @@ class SessionConnection:
             else:
                 log.error(
                     "session %d is not sent the memory of lease %d, which this broker cannot open for reading: %s; if a"
-                    " broker of another user made it, publish it anew",
+                    " broker that ran as another user created the memory, publish the pool again",
                     self.number,
                     transfer.lease,
                     error,
@@ -281,7 +281,7 @@ class SessionConnection:
             said = b""
         if said:
             self._rejections.log(
-                self.peer, f"session {self.number} is cut off: it sent something on the session socket"
+                self.peer, f"session {self.number} was disconnected: it sent data on the session socket"
             )
         self._disconnect()
         self._queue.put(ConnectionLost(self.number))

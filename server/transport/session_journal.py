@@ -246,4 +246,4 @@ def _decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise CorruptJournal(f"the journal has a {kind.__name__} that is none: {error}") from None
+        raise CorruptJournal(f"the journal has an invalid {kind.__name__}: {error}") from None

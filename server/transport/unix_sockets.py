@@ -155,7 +155,7 @@ class BoundSocket:
     def _remove_leftover(self, kind: int) -> None:
         found = self._stat()
         if not stat.S_ISSOCK(found.st_mode):
-            raise FileExistsError(errno.EEXIST, "another file than a socket stands there", os.fspath(self._path))
+            raise FileExistsError(errno.EEXIST, "there is a file that is not a socket", os.fspath(self._path))
         if (answer := probe(self._path, kind)).listens and answer.lives:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         now = self._stat()

@@ -153,7 +153,7 @@ def test_while_the_journal_has_no_room_nobody_hears_anything_and_then_everything
         with without_room(kept):
             asker = threading.Thread(target=lambda: pools.append(client.attach("pool")))
             asker.start()
-            eventually(lambda: "takes nothing" in kept.log(), "the broker to notice")
+            eventually(lambda: "cannot write to the journal" in kept.log(), "the broker to notice")
             with pytest.raises(Unavailable, match="journal"):
                 Broker(kept.directory)
             assert not pools

@@ -178,7 +178,9 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         assert (retirement.version, retirement.leases) == (1, 1)
         with pytest.raises(NotFound):
             client.attach(name)
-        with pytest.raises(NotFound, match=rf"load it again\. {name}@1 is still held: it can be named so"):
+        with pytest.raises(
+            NotFound, match=rf"load it again\. {name}@1 is still held; name that version if you mean it"
+        ):
             client.describe(name)
         assert client.describe(name, 1)[0].state == "retired"
         assert pool["weight"].tobytes() == content("weight", 128)

@@ -215,7 +215,7 @@ def test_a_draft_that_is_still_to_come_is_waited_for(client: Broker, name: str) 
 
 def test_what_readers_will_write_is_not_read_before_its_seal(client: Broker, name: str) -> None:
     with client.create(name, LAYOUT, writable=True) as draft:
-        with pytest.raises(Unsupported, match="its readers will write it"):
+        with pytest.raises(Unsupported, match="it is writable by its readers"):
             client.attach(name, version=1, unsealed=True)
         draft.seal()
         client.attach(name, version=1, unsealed=True).close()

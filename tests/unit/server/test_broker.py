@@ -376,4 +376,4 @@ def test_what_there_is_no_memory_to_write_down_is_written_down_before_anyone_hea
 
     with caplog.at_level(logging.ERROR):
         run(test())
-    assert "the journal takes nothing, so requests wait: " in caplog.text
+    assert "cannot write to the journal, so requests wait: " in caplog.text

@@ -58,26 +58,26 @@ def test_what_does_not_agree_is_said_at_once_and_what_the_next_broker_gives_up(
 ) -> None:
     pool, later, advice = told(mistaken(monkeypatch, 100), caplog)
     assert pool.startswith(
-        "ERROR after that mistake the ledger's books do not agree: pool a: not so is assert current =="
+        "ERROR the ledger's tables are not consistent after that mistake: pool a: failed: assert current =="
     )
     assert later.startswith(
-        "ERROR the next broker would give up what contradicts the rest: a@1 is lost: 2 versions are"
+        "ERROR the next broker would drop or lose what contradicts the rest: a@1 is lost: 2 versions are"
     )
-    assert "restart the broker when that suits" in advice
-    assert "publish anew" in advice
+    assert "restart the broker at a convenient time" in advice
+    assert "publish lost versions again" in advice
 
 
 def test_without_a_store_nothing_is_said_of_a_next_broker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool, advice = told(mistaken(monkeypatch, None), caplog)
-    assert "do not agree: pool a: " in pool
-    assert "publish anew" not in advice
+    assert "not consistent after that mistake: pool a: " in pool
+    assert "publish lost versions again" not in advice
 
 
 def test_books_that_agree_are_said_to(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = told(Story(store=100).ledger, caplog)
-    assert line.startswith("WARNING the ledger's books agree")
+    assert line.startswith("WARNING the ledger's tables are consistent")
 
 
 def test_a_record_that_the_next_broker_would_refuse_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,8 +85,8 @@ def test_a_record_that_the_next_broker_would_refuse_is_said_to_be_one(caplog: py
     story.joins(1)
     story.ledger._tables.last_session = 0
     *_, refused, advice = told(story.ledger, caplog)
-    assert refused.startswith("ERROR the next broker would refuse all that this one has recorded: ")
-    assert "do not restart the broker before everything was given back" in advice
+    assert refused.startswith("ERROR the next broker would refuse this broker's journal: ")
+    assert "do not restart the broker before all leases have ended" in advice
 
 
 def test_what_was_to_be_done_is_done_at_once_although_the_event_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_line_that_a_mistake_left_broken_keeps_nothing_else_from_being_done(
         after.close()
 
     run(go_on())
-    assert "the broker failed at going on after that" in caplog.text
+    assert "the broker failed at recovering from that mistake" in caplog.text
 
 
 def test_an_exception_that_names_a_record_does_not_tell_of_all_that_is_linked_to_it() -> None:
@@ -188,4 +188,4 @@ def test_however_many_mistakes_there_are_the_books_are_looked_at_now_and_then(
         after.close()
 
     run(mistakes())
-    assert caplog.text.count("the broker failed at going on after that") == 4
+    assert caplog.text.count("the broker failed at recovering from that mistake") == 4

@@ -171,7 +171,7 @@ def test_what_a_lock_says_of_its_holder_is_not_believed_blindly(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["session.sock", "broker.zmq"])
 def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("data")
-    with pytest.raises(Unavailable, match=f"{name}: another file than a socket stands there; remove it"):
+    with pytest.raises(Unavailable, match=f"{name}: there is a file that is not a socket; remove it"):
         Directory(tmp_path).__enter__()
     assert (tmp_path / name).read_text() == "data"
     assert {entry.name for entry in tmp_path.iterdir()} == {name, "lock"}

@@ -133,13 +133,13 @@ def test_a_second_signal_ends_the_waiting_and_what_is_held_is_told(
         last = heard(client, Farewell)
         assert last == Farewell(
             "the broker is shutting down; this process still holds held@1:"
-            " do not use held@1 any more, whose memory ends with it"
+            " do not use held@1 any more: the memory ends with the broker"
         )
         assert heard(other, Farewell) == Farewell(
             "the broker is shutting down; this process still holds kept@1: unmap it when done"
         )
         assert patient.process.wait(PATIENCE) == 0
-    told = next(line for line in patient.log().splitlines() if "still held, and left as it is" in line)
+    told = next(line for line in patient.log().splitlines() if "still held, so not freed" in line)
     assert f"held@1 by session {client.welcome.session} (pid " in told
     assert f"kept@1 by session {other.welcome.session} (pid " in told
 

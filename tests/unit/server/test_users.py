@@ -105,7 +105,7 @@ def test_a_user_that_uses_up_its_quota_leaves_that_of_others_untouched() -> None
         assert bob("publish", "b") == 1
         code, message = eve.refused("publish", "c")
         assert code == "over_quota"
-        assert f"c needs 2 MiB, devices taken together, and the quota of user {EVE} is 0 bytes" in message
+        assert f"c needs 2 MiB on all devices together, and the quota of user {EVE} is 0 bytes" in message
 
 
 @needs_root

@@ -265,7 +265,7 @@ def test_a_relative_directory_is_one_of_here() -> None:
         ("[quota]\nmemory = -5", "2: quota.memory is -5; write bytes"),
         ("[quota]\nsessions = 'many'", '2: quota.sessions is "many"; write 0 or more, or "unlimited"'),
         ("[quotas.'absent one']\nleases = 1", '2: quotas.absent one.leases: this system has no user "absent one"'),
-        ("[quotas.99999999999]\nleases = 1", "2: quotas.99999999999.leases: there are no such numbers of users"),
+        ("[quotas.99999999999]\nleases = 1", "2: quotas.99999999999.leases: numbers of users are less than 4294967296"),
         ("[quotas.0]\nleases = 1\n[quotas.root]\nleases = 2", "4: quotas.root.leases: user 0 has a quota as 0 already"),
         ("directory = 'run'", '1: directory is "run"; write a path that begins with /'),
         ("directory = 1", "1: directory is 1; write a path that begins with /"),

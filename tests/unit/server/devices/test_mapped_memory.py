@@ -192,7 +192,7 @@ def test_a_broker_without_a_descriptor_left_knows_nothing_and_goes_on(
             assert files.look({(OURS, UID)}, {UID}) == [ProcessMemory(OURS, UID, None)]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert "the processes of users without a session cannot be looked at" in caplog.text
+        assert "the processes of users without a session cannot be checked" in caplog.text
         assert files.look({(OURS, UID)}, ()) == [ProcessMemory(OURS, UID, {AllocationId(7, 0): MIB})]
 
 
@@ -363,7 +363,7 @@ def test_a_mistake_in_looking_leaves_everything_unknown_and_the_next_look_comes(
 
     playing(test)
     assert [record.getMessage() for record in caplog.records] == [
-        "the broker failed at looking at the memory of processes"
+        "the broker failed at checking which memory processes have mapped"
     ]
 
 

@@ -235,7 +235,7 @@ def test_a_file_that_cannot_be_watched_is_kept_until_it_is_removed(keep: Keep) -
         while nested.append(select.epoll()) is None:
             nested[-1].register(nested[-2], select.EPOLLIN)
     pupil.store("nested", nested[-2].fileno(), poll=True)
-    keep.says("whether 'nested' hangs up cannot be seen")
+    keep.says("'nested' cannot be watched for a hangup")
     for each in nested:
         each.close()
     assert keep.again(pupil).inherited == {"nested": 1}

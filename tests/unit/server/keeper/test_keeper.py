@@ -131,10 +131,10 @@ def test_what_a_process_says_of_itself_is_told(keep: Keep) -> None:
         (b"READY=1\0", "is no NAME=value"),
         (b"READY", "'READY' is no NAME=value"),
         (b"=", "'=' is no NAME=value"),
-        (b"STATUS=" + b"x" * 5000, "cut off"),
+        (b"STATUS=" + b"x" * 5000, "truncated"),
         (b"STATUS=x", "without FDSTORE=1"),
         (b"FDSTOREREMOVE=1\nFDSTORE=1", "without FDSTORE=1"),
-        (b"BARRIER=1\nREADY=1", "has to come alone"),
+        (b"BARRIER=1\nREADY=1", "must be the only field"),
     ],
 )
 def test_a_malformed_message_is_dropped_and_its_descriptors_are_closed(keep: Keep, data: bytes, reason: str) -> None:
@@ -160,7 +160,7 @@ def test_a_message_may_be_empty_or_repeat_itself_or_say_what_is_not_known(keep: 
     first.raw(b"WATCHDOG=1\nMAINPID=1\nERRNO=5\nEXTEND_TIMEOUT_USEC=1")
     first.barrier()
     assert keep.again(first).inherited == {"one": 1}
-    keep.says("removes nothing by name")
+    keep.says("FDSTOREREMOVE=1 came without FDNAME")
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_nobody_but_the_process_has_a_say(keep: Keep, place: Path) -> None:
     with memory(b"") as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.connect(str(path))
         socket.send_fds(channel, [b"FDSTORE=1\nFDNAME=evil"], [file])
-    keep.says(f"a message of process {os.getpid()} is dropped: only the process that is kept has a say")
+    keep.says(f"a message of process {os.getpid()} is dropped: only the kept process may send messages")
     assert keep.again(first).inherited == {}
 
 
@@ -243,7 +243,7 @@ def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_l
         *_, killed, ended, left = keep.said().splitlines()
         assert killed == f"cubroker keep: process {first.pid} does not end, and is killed"
         assert "was killed by SIGKILL (it last said: two pools)" in ended
-        assert "did not end in order: what it lent was not given back" in left
+        assert "did not shut down cleanly: what it lent was not given back" in left
         assert "2 stored descriptors are dropped: m1.0, s7" in left
 
 
@@ -263,7 +263,7 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, child.TimeLimits(stop=0.2)))
         keep.process.terminate()
         assert keep.process.wait(PATIENCE) == 128 + signal.SIGKILL
         assert alive(first.pid)
-        said = keep.says(r"did not end in order and is still there \(it last said: two pools\)")
+        said = keep.says(r"did not shut down cleanly and is still there \(it last said: two pools\)")
         assert "is still there 0.2 s after SIGKILL: it hangs in the kernel" in said
 
 
@@ -446,7 +446,7 @@ def test_no_descriptor_left_costs_what_was_sent_then_and_nothing_else(keep: Keep
         first.barrier()
         resource.prlimit(keep.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
         first.store("lost", file, poll=True)
-        keep.says("no descriptor was left here")
+        keep.says("this process has no descriptor left")
         resource.prlimit(keep.process.pid, resource.RLIMIT_NOFILE, before)
     with memory(b"") as file:
         first.store("after", file)
@@ -478,8 +478,8 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause=0)))
         assert second.inherited == {"x": 1}
         assert keep.again(second).inherited == {"x": 1}
         said = keep.says("none left")
-        assert said.count("there cannot be another process: no more processes") == 2
-        assert said.count("cannot go on at the moment: none left") == 2
+        assert said.count("cannot start another process: no more processes") == 2
+        assert said.count("cannot continue at the moment: none left") == 2
 
 
 def test_where_no_process_can_be_it_says_so(place: Path) -> None:
@@ -493,7 +493,7 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause=0)))
 """
     with Keep(place, program=[sys.executable, "-c", failing]) as keep:
         assert keep.status() == 126
-        assert "there cannot be another process: no more processes" in keep.said()
+        assert "cannot start another process: no more processes" in keep.said()
 
 
 @pytest.mark.skipif(

@@ -110,7 +110,7 @@ def test_the_mode_changes_when_its_owner_publishes_with_another(story: Story) ->
     story.publishes(1, "a", mode=0o600)
     story.quietly(creates(1, 1, "a", MIB, mode=0o666), e.Allocated(2, (b"2",)))
     story >> attaches(2, 1, "a")
-    story << refused(2, 1, "denied", "user 1002 may not attach to a", "as its mode says")
+    story << refused(2, 1, "denied", "user 1002 may not attach to a", "its mode does not allow that")
     story >> asks(1, 2, m.Seal(2))
     story << e.Free(1, "GPU-0")
     story << answer(1, 2, m.Sealed(2))

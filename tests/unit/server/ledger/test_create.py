@@ -422,7 +422,7 @@ def test_a_create_that_names_no_share_kind_and_a_device_that_there_is_not_is_ref
             (1, 1),
             {"devices": ("GPU-0", "GPU-1"), "plan": (1, 1)},
             "invalid",
-            "the plan of a puts nothing on GPU-0; leave out what has no part in it",
+            "the plan of a puts nothing on GPU-0; leave out devices without allocations",
         ),
         (
             "a",

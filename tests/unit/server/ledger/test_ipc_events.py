@@ -204,7 +204,7 @@ def test_an_event_is_recorded_and_dropped_by_its_maker_alone_and_awaited_where_i
     story.quietly(creates(OTHER, 20, "b", MIB, writable=True), e.Allocated(2, (handle(2),)), asks(OTHER, 21, m.Seal(5)))
     story.quietly(asks(OTHER, 22, m.Attach("b", 0, None, 0.0)))
     story >> asks(OTHER, 23, m.AwaitEvent(6, 1, 0, 5.0))
-    story << refused(OTHER, 23, "unavailable", "event 1 of b@1 has ended, or never was one")
+    story << refused(OTHER, 23, "unavailable", "event 1 of b@1 has ended, or never existed")
     story.end()
 
 
@@ -224,6 +224,6 @@ def test_events_of_a_session_and_of_a_user_are_limited() -> None:
 def test_only_the_last_ends_are_remembered(story: Story) -> None:
     for event in range(1, ipc_events.MAX_ENDED_REASONS + 2):
         story.quietly(share(MAKER, 2 * event + 8), asks(MAKER, 2 * event + 9, m.DropEvent(event)))
-    story >> waits(READER, 10, 1) << refused(READER, 10, "unavailable", "event 1 of a@1 has ended, or never was one")
+    story >> waits(READER, 10, 1) << refused(READER, 10, "unavailable", "event 1 of a@1 has ended, or never existed")
     story >> waits(READER, 11, 2) << refused(READER, 11, "unavailable", "session 1 (pid 101, uid 1001) closed it")
     story.end()

@@ -132,7 +132,7 @@ def test_a_draining_broker_gives_no_locks(story: Story) -> None:
     story >> locks(1, 1) << locked(1, 1, 1)
     story >> locks(2, 1, wait=5.0) << e.SetTimer(1, 5.0)
     story.quietly(asks(5, 1, m.Drain(on=True)))
-    story >> locks(2, 2, "b") << refused(2, 2, "unavailable", "lends nothing new")
+    story >> locks(2, 2, "b") << refused(2, 2, "unavailable", "grants no new leases")
     story >> asks(1, 2, m.Unlock(1)) << done(1, 2)
 
 
@@ -157,7 +157,7 @@ def test_locks_that_contradict_each_other_are_given_up(story: Story) -> None:
     items[b"l/lock/4/c"] = bytes([0x91, 99])
     ledger = Ledger.restore(story.devices, BROKER, Limits(), Policy(), items.items(), 100)
     ledger.check()
-    assert [text.split(",")[0] for text in ledger.findings] == ["forgotten is lock 3 of b", "forgotten is lock 4 of c"]
+    assert [text.split(",")[0] for text in ledger.findings] == ["dropped lock 3 of b", "dropped lock 4 of c"]
     assert dict(ledger.changes()).keys() >= {b"l/lock/3/b", b"l/lock/4/c"}
 
 

@@ -121,7 +121,7 @@ def test_a_shard_has_digests_of_its_own_allocations_alone(story: Story) -> None:
 def test_digests_of_anything_else_are_refused_and_the_draft_stays(story: Story, wrong: m.Digests) -> None:
     drafts(story)
     story >> asks(1, 2, m.SealDigested(1, wrong))
-    story << refused(1, 2, "invalid", "a@1 was to be sealed with digests", "16 bytes", "2 replicas")
+    story << refused(1, 2, "invalid", "a@1 cannot be sealed with these digests", "16 bytes", "2 replicas")
     story.quietly(asks(1, 3, m.SealDigested(1, digests((ONE, TWO), (ONE, TWO)))))
     assert listed(story).digests == digests((ONE, TWO), (ONE, TWO))
 

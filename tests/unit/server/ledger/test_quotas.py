@@ -124,8 +124,16 @@ def test_whoever_stepped_aside_is_refused_once_when_the_name_belongs_to_somebody
     story >> creates(2, 1, "a", MIB, wait=5.0) << e.SetTimer(2, 5.0)
     story.quietly(creates(3, 1, "a", MIB, mode=0o600), e.Allocated(2, (handle(2),)))
     story >> asks(3, 2, m.Seal(2)) << answer(3, 2, m.Sealed(1))
-    story << e.CancelTimer(1) << refused(1, 1, "denied", "may not publish or retire versions", "as its mode says")
-    story << e.CancelTimer(2) << refused(2, 1, "denied", "may not publish or retire versions", "as its mode says")
+    (
+        story
+        << e.CancelTimer(1)
+        << refused(1, 1, "denied", "may not publish or retire versions", "whose owner does not allow it")
+    )
+    (
+        story
+        << e.CancelTimer(2)
+        << refused(2, 1, "denied", "may not publish or retire versions", "whose owner does not allow it")
+    )
 
 
 def test_a_create_over_its_quota_holds_up_nobody_on_its_device() -> None:

@@ -78,9 +78,13 @@ def name(items: Mapping[bytes, bytes], which: str, **changes: object) -> Items:
 Change = Callable[[Items], Mapping[bytes, bytes | None]]
 
 LOST: Mapping[str, tuple[Change, set[str], str]] = {
-    "a version without a state": (lambda _: {b"l/state/1/a": None}, {"a@1"}, "a@1 is lost: nothing says what"),
-    "a name without a record": (lambda _: {b"l/name/0/b": None}, {"b@1"}, "b@1 is lost: nothing says whose"),
-    "a name that is nobody's": (lambda i: name(i, "a", owner=None), {"a@1", "a@2"}, "a@2 is lost: nothing says whose"),
+    "a version without a state": (lambda _: {b"l/state/1/a": None}, {"a@1"}, "a@1 is lost: it has no state entry"),
+    "a name without a record": (lambda _: {b"l/name/0/b": None}, {"b@1"}, "b@1 is lost: no entry names the owner"),
+    "a name that is nobody's": (
+        lambda i: name(i, "a", owner=None),
+        {"a@1", "a@2"},
+        "a@2 is lost: no entry names the owner",
+    ),
     "two current versions": (lambda _: {b"l/state/1/a": state("current")}, {"a@1"}, "a@1 is lost: 2 versions"),
     "two current versions, and neither is the last": (
         lambda i: {b"l/state/1/a": state("current"), **name(i, "a", last=3)},
@@ -109,10 +113,14 @@ LOST: Mapping[str, tuple[Change, set[str], str]] = {
     "a lost version, and nothing says how": (
         lambda _: {b"l/state/1/b": msgspec.msgpack.encode(["lost", ""])},
         {"b@1"},
-        "b@1 is lost: nothing says how",
+        "b@1 is lost: its state entry gives no reason",
     ),
-    "a lease on memory that is not there": (lambda _: {b"l/lease/2/": lease(2, "a", 1, 7)}, {"a@1"}, "lease 2 is on"),
-    "a lease on no memory": (lambda _: {b"l/lease/2/": lease(2, "a", 1)}, {"a@1"}, "lease 2 is on"),
+    "a lease on memory that is not there": (
+        lambda _: {b"l/lease/2/": lease(2, "a", 1, 7)},
+        {"a@1"},
+        "lease 2 names memory",
+    ),
+    "a lease on no memory": (lambda _: {b"l/lease/2/": lease(2, "a", 1)}, {"a@1"}, "lease 2 names memory"),
     "a lease that waits for what there is not": (
         lambda i: {b"l/lease/2/": entry(i, b"l/lease/2/", entries.LeaseEntry, unsent=True)},
         {"a@1"},
@@ -270,7 +278,7 @@ def test_what_should_have_ended_before_ends_when_the_ledger_goes_on() -> None:
     items[b"l/session/2/"] = entry(items, b"l/session/2/", entries.SessionEntry, connected=False)
     del items[b"l/lease/4/"]
     story.ledger = restored(items)
-    assert story.ledger.findings == ["forgotten is a watch on a of session 2, which has no connection to be told by"]
+    assert story.ledger.findings == ["dropped a watch on a of session 2, which has no connection to be told by"]
     story.ledger.check()
     assert story.quietly(e.ConnectionLost(2)) == [e.ForgetSession(2)]
     assert e.Free(1, "GPU-0") in story.quietly(e.Resumed())
@@ -282,7 +290,7 @@ def test_a_version_without_its_memory_is_forgotten_with_its_leases() -> None:
     items = story.ledger.snapshot()
     del items[b"l/memory/3/b"]
     ledger = restored(items)
-    assert "forgotten is b@1, whose memory on GPU-0 is not there" in ledger.findings
+    assert "dropped b@1, whose memory on GPU-0 is not there" in ledger.findings
     assert "b@1" not in states(ledger)
     assert any("lease 6 of session 3 on b@1" in finding for finding in ledger.findings)
     gone_on(ledger, items)

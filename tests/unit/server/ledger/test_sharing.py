@@ -216,8 +216,8 @@ def test_a_base_that_ends_while_an_update_waits_for_room_is_refused_in_the_end(s
         (updates(3, 3, 0, 1, 2), "denied", "publish"),
         (updates(1, 3, 0, 1), "invalid", "once for each"),
         (updates(1, 3, 0, 0, 2), "invalid", "none twice"),
-        (updates(1, 3, 0, 2, 1), "invalid", "not its allocation 2"),
-        (updates(1, 3, 0, 1, 5), "invalid", "not its allocation 5"),
+        (updates(1, 3, 0, 2, 1), "invalid", "cannot share memory with allocation 2"),
+        (updates(1, 3, 0, 1, 5), "invalid", "cannot share memory with allocation 5"),
         (updates(1, 3, 0, 1, 2, share="ipc", durable=False), "unsupported", "share kind, vmm, and ipc"),
         (updates(1, 3, 0, 1, 2, durable=False), "unsupported", "durability, durable, and not durable"),
         (updates(1, 3, 0, 1, 2, devices=("GPU-1",)), "unsupported", "devices, GPU-0, and GPU-1"),
@@ -296,7 +296,11 @@ def test_a_sharded_version_shares_on_each_device() -> None:
     story >> e.Allocated(3, (D, D)) << e.SendFds(1, 2, (e.FdSource("GPU-0", 3),), writable=True)
     replicas = (m.ReplicaHandles("GPU-0", (b"", D, b"", D)), m.ReplicaHandles("GPU-1", (b"", b"", b"", b"")))
     story << answer(1, 3, m.Created(2, "a", 2, "vmm", replicas))
-    story >> updates(1, 4, None, 0, 2, devices=both, plan=(0, 1, 0)) << refused(1, 4, "invalid", "not its allocation 0")
+    (
+        story
+        >> updates(1, 4, None, 0, 2, devices=both, plan=(0, 1, 0))
+        << refused(1, 4, "invalid", "cannot share memory with allocation 0")
+    )
     story >> asks(1, 5, m.Close(2)) << e.CancelFds(1, 2) << e.Free(3, "GPU-0") << done(1, 5)
 
 

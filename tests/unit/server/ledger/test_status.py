@@ -183,7 +183,7 @@ def test_what_is_told_of_a_pool_is_for_those_who_could_read_it(logged: Story, mo
         if mode == 0o644:
             assert logged.log(2, "a") == logged.log(1, "a")
         else:
-            told = "nothing is known of a pool a" if ending else "user 1002 may not hear of a; ask its owner"
+            told = "nothing is known of a pool a" if ending else "user 1002 may not read the events of a; ask its owner"
             logged >> asks(2, 800, m.Tell("a", 0))
             logged << refused(2, 800, "not_found" if ending else "denied", told)
 

@@ -103,8 +103,8 @@ def test_it_is_told_who_drains_the_broker(scene: Scene, caplog: pytest.LogCaptur
         asks(3, 2, m.Drain(False)),
     )
     assert caplog.messages == [
-        "session 3 (pid 103, uid 0): drains the broker, which lends nothing new",
-        "session 3 (pid 103, uid 0): has the broker lend again",
+        "session 3 (pid 103, uid 0): drains the broker, which grants no new leases",
+        "session 3 (pid 103, uid 0): has the broker grant leases again",
     ]
 
 
@@ -177,7 +177,7 @@ def test_a_mistake_in_looking_is_logged_and_harms_nobody(scene: Scene, caplog: p
     broken = LedgerObserver(None)  # type: ignore[arg-type]
     broken.before(e.ConnectionLost(1))
     broken.after(e.SessionOpened(1, 101, ALICE, 100), [])
-    assert caplog.messages == ["the broker failed at looking at what happens"] * 2
+    assert caplog.messages == ["the broker failed at counting and logging an event"] * 2
 
 
 def test_who_has_too_much_beyond_leases_is_one_line_and_so_is_who_has_no_longer(

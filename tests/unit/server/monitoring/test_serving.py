@@ -197,7 +197,9 @@ def test_a_port_is_served_to_who_has_the_token_and_without_one_no_broker_starts(
     token.chmod(0o600)
     monkeypatch.setenv("CUBROKER_METRICS_TOKEN_FILE", str(token))
     with serving() as process, Broker(process.directory) as broker:
-        said = re.search(r"a page to look at, are on (http://127\.0\.0\.1:\d+/), for who has the token", process.log())
+        said = re.search(
+            r"a page to look at, are on (http://127\.0\.0\.1:\d+/), for readers with the token", process.log()
+        )
         assert said
         broker.create("llama", LAYOUT, mode=0o600).seal()
         with pytest.raises(HTTPError, match="401") as caught:

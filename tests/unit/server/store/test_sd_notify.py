@@ -259,7 +259,7 @@ def test_descriptors_of_another_process_are_left_alone_and_their_variables_are_t
     [
         ({"LISTEN_FDS": "2", "LISTEN_FDNAMES": "one"}, "has 1 names for the 2 descriptors"),
         ({"LISTEN_FDS": "x"}, "LISTEN_FDS is 'x'"),
-        ({"LISTEN_FDS": "1000000"}, "'unknown' of LISTEN_FDNAMES, cannot be had: Bad file descriptor"),
+        ({"LISTEN_FDS": "1000000"}, "'unknown' of LISTEN_FDNAMES, cannot be used: Bad file descriptor"),
     ],
 )
 def test_descriptors_that_are_not_what_is_said_are_refused(variables: dict[str, str], reason: str) -> None:

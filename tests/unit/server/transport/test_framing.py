@@ -41,7 +41,7 @@ def test_a_batch_is_pairs_of_routing_id_and_frame() -> None:
     ids=bytes.hex,
 )
 def test_what_is_no_batch_is_an_error(junk: bytes) -> None:
-    with pytest.raises(ValueError, match=r"no batch|exceeds"):
+    with pytest.raises(ValueError, match=r"not a list|not msgpack|exceeds"):
         BatchDecoder().feed(junk)
 
 
@@ -51,5 +51,5 @@ def test_a_batch_without_end_is_an_error_before_it_fills_memory() -> None:
     assert reader.feed(b"\xc6\xff\xff\xff\xff") == []
     for _ in range(framing.MAX_BATCH // len(piece) - 1):
         assert reader.feed(piece) == []
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="not msgpack"):
         reader.feed(2 * piece)

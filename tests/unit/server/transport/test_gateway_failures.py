@@ -113,7 +113,7 @@ def test_a_gateway_that_runs_out_of_descriptors_harms_no_session(broker: BrokerP
         client.redial()
     assert client.devices()
     eventually(lambda: "was aborted by libzmq" in broker.log(), "the reason")
-    assert re.search(r"look at LimitNPROC=, .* \(.*Too many open files.*\); the next one starts in", broker.log())
+    assert re.search(r"look at LimitNPROC=, .* \(.*Too many open files.*\); another one starts in", broker.log())
 
 
 def test_a_lease_counted_before_the_gateway_died_is_not_counted_again(broker: BrokerProcess, client: RawClient) -> None:
@@ -140,7 +140,7 @@ def test_a_gateway_that_is_stopped_is_replaced_and_what_was_asked_is_answered(
     client.send(ListDevices(), number)
     assert client.answer(number)
     assert not alive(stopped)
-    assert f"process {stopped} brought back none of 4 questions in 2 s, so it was killed" in broker.log()
+    assert f"process {stopped} answered none of 4 probes in 2 s, so it was killed" in broker.log()
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_gateways_that_die_one_after_the_other_are_replaced(broker: BrokerProces
     def replaced() -> bool:
         os.kill(gateway_of(broker.pid), signal.SIGKILL)
         client.redial()
-        return "the next one starts in 0.10 s" in broker.log()
+        return "another one starts in 0.10 s" in broker.log()
 
     eventually(replaced, "a delay, once several have lived for a moment only")
     assert client.devices()
@@ -187,8 +187,8 @@ def test_gateways_that_die_one_after_the_other_are_replaced(broker: BrokerProces
 def test_a_broker_stops_while_it_waits_to_start_a_gateway(broker: BrokerProcess, client: RawClient) -> None:
     for deaths in itertools.count(1):
         os.kill(gateway_of(broker.pid), signal.SIGKILL)
-        eventually(lambda: broker.log().count("the next one starts in ") == deaths, "its end")  # noqa: B023
-        if "the next one starts in 0.80 s" in broker.log():
+        eventually(lambda: broker.log().count("another one starts in ") == deaths, "its end")  # noqa: B023
+        if "another one starts in 0.80 s" in broker.log():
             break
         assert client.notice() == GatewayChanged()
     assert broker.stop() == 0

@@ -207,7 +207,7 @@ def test_a_user_who_fills_the_door_turns_out_nobody_else(monkeypatch: pytest.Mon
         codes = ["unavailable", "over_quota", "over_quota", "over_quota", "unavailable", "unavailable"]
         refused = [hear(guest) for guest in guests]
         assert [each.code for each in refused if isinstance(each, Refused)] == codes
-        assert "user 4001 has 3 connections of 3 that may stand here without a greeting" in str(refused[1])
+        assert "user 4001 has 3 of the 3 connections that may be open without a greeting" in str(refused[1])
         for connection in guests:
             connection.close()
 

@@ -80,11 +80,11 @@ def test_a_detached_holder_may_still_give_its_lease_back(broker: BrokerProcess, 
 
 def test_whatever_a_client_says_after_its_greeting_ends_the_connection(broker: BrokerProcess) -> None:
     for said in (b"", b"anything"):
-        assert "sent something on the session socket" not in broker.log()
+        assert "sent data on the session socket" not in broker.log()
         with session(broker.directory) as talker:
             talker.connection.send(said)
             assert talker.connection.recv(1) == b""
-    eventually(lambda: "sent something on the session socket" in broker.log(), "a line in the log")
+    eventually(lambda: "sent data on the session socket" in broker.log(), "a line in the log")
 
 
 def test_a_watcher_hears_of_every_publication(broker: BrokerProcess, client: RawClient) -> None:
@@ -227,7 +227,7 @@ def test_a_notice_that_no_client_reads_whole_is_a_line_in_the_log(caplog: pytest
             pair.session.notify(Farewell("x" * MAX_NOTICE))
             pair.session.notify(GatewayChanged())
             assert pair.heard() == [GatewayChanged()]
-            assert "session 1 is not told 655" in caplog.text
+            assert "session 1: dropped a message of 655" in caplog.text
 
     run(test())
 

@@ -188,10 +188,10 @@ def test_nothing_is_left_of_a_session_that_is_over() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "complaint"),
     [
-        (b"s/1", b"\xc1", "none"),
-        (b"r/2", msgspec.msgpack.encode([0, 0]), "none"),
-        (b"a/1/1", msgspec.msgpack.encode("text"), "none"),
-        (b"d/1", msgspec.msgpack.encode("9"), "none"),
+        (b"s/1", b"\xc1", "an invalid"),
+        (b"r/2", msgspec.msgpack.encode([0, 0]), "an invalid"),
+        (b"a/1/1", msgspec.msgpack.encode("text"), "an invalid"),
+        (b"d/1", msgspec.msgpack.encode("9"), "an invalid"),
         (b"x/1", b"", "x/1, and this build does not know"),
         (b"s/1/2", b"", "s/1/2, and this build does not know"),
         (b"a/1", b"", "a/1, and this build does not know"),
