@@ -65,7 +65,7 @@ class RenamedModules:
         def getattr_(name: str) -> object:
             if name.startswith("__"):
                 raise AttributeError(f"module {old!r} has no attribute {name!r}")
-            message = f"{old} is now {new}; the old name goes with the next version"
+            message = f"{old} is now {new}; the old name will be removed in the next version"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
             place, known = ELSEWHERE.get((old, name), (new, name))
             return getattr(import_module(place), known)

@@ -151,7 +151,7 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
     if devices is None:
         devices = (0,) if places is None else tuple(dict.fromkeys(places.values()))
     if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
-        raise Invalid(f"no list of devices to create on: {devices!r}; name one at least")
+        raise Invalid(f"{devices!r} is no list of devices to create on; name at least one")
     uuids = tuple(find(driver, device).uuid for device in devices)
     if places is None:
         return Placed(uuids, None)

@@ -64,7 +64,9 @@ def need(session: ClientSession, name: str) -> None:
         Unsupported: the broker is too old; or the devices are emulated, and numpy is not installed.
     """
     if session.version < DIGESTS:
-        raise Unsupported(f"pool {name!r}: the broker is too old to keep a digest; publish without, or upgrade it")
+        raise Unsupported(
+            f"pool {name!r}: the broker is too old to keep a digest; publish without a digest, or upgrade the broker"
+        )
     if session.driver.host:
         with _with_numpy(f"pool {name!r}"):
             import numpy as np  # noqa: F401
@@ -112,7 +114,7 @@ def check(label: str, layout: Layout, pieces: Sequence[DigestRange], answer: Dig
     if digests is None:
         raise Unsupported(
             f"{label} cannot be checked: it was sealed without a digest; seal drafts with seal(digest=True), or load"
-            f" with --digest. What readers may write has none"
+            f" with --digest. A version that its readers may write has no digest"
         )
     if digests.algorithm != ALGORITHM:
         raise Unsupported(

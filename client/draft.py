@@ -137,19 +137,22 @@ class Draft(Pool):
         layout.check()
         if layout.allocations != self.layout.allocations:
             why = Layout((), layout.allocations).difference(Layout((), self.layout.allocations))
-            raise Invalid(f"the layout to seal {self._label} with cannot be that of its memory: {why}")
+            raise Invalid(f"the layout to seal {self._label} with does not fit its memory: {why}")
         self._told = None
         yield from self._session.ask(SetLayout(self._lease.number, layout.encode()), Done)
         self._lay_out(self._memory(), TensorIndex(layout))
 
     def _check_stays(self) -> None:
         if self._session.version < IN_PLACE:
-            raise Unsupported(f"{self._label}: the broker is too old to seal it in place; seal without, or upgrade it")
+            raise Unsupported(
+                f"{self._label}: the broker is too old to seal it in place; seal it without in_place, or upgrade the"
+                f" broker"
+            )
         shards = [number for replica in self.replicas for number in replica.allocations]
         if self.share == MULTICAST or len(set(shards)) < len(shards):
             raise Unsupported(
                 f"{self._label} cannot be sealed in place: it is shared as {self.share}, with {len(self.replicas)}"
-                f" replicas, of which a pool has one; seal it without, and attach to it"
+                f" replicas, and a pool has only one; seal it without in_place, and attach to it"
             )
 
     def _seal_in_place(self, compute: Callable[[], Digests] | None) -> Steps[int]:
@@ -180,7 +183,9 @@ class Draft(Pool):
                 f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
             )
         if self._session.version < DIGESTS:
-            raise Unsupported(f"{self._label}: the broker is too old to keep a digest; seal it without, or upgrade it")
+            raise Unsupported(
+                f"{self._label}: the broker is too old to keep a digest; seal without a digest, or upgrade the broker"
+            )
         if isinstance(given, Digests):
             return lambda: given
         uuids = [replica.memory_device.uuid for replica in self.replicas]
@@ -226,7 +231,7 @@ def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArra
     context_of = cache(partial(_context, driver))
     for name, array in source.items():
         if not isinstance(name, str):
-            raise Invalid(f"{name!r} is no name of a tensor, which has to be a str")
+            raise Invalid(f"the name of a tensor has to be a str, and {name!r} is none")
         try:
             arrays[name] = described(array, context_of)
         except (Invalid, Unsupported) as error:
@@ -285,15 +290,15 @@ def _placed(name: str, array: HostArray | DeviceArray, places: list[tuple[int, i
         return TensorSpec(name, array.dtype, array.shape, 0, 0)
     pointer = array.pointer
     if pointer is None:
-        return "has gaps, or another order than C's"
+        return "has gaps, or is not in C order"
     for start, nbytes, number in places:
         offset = pointer - start
         if not 0 <= offset < nbytes:
             continue
         spec = TensorSpec(name, array.dtype, array.shape, number, offset)
         if offset + spec.nbytes > nbytes:
-            return f"ends {offset + spec.nbytes - nbytes} bytes behind allocation {number}"
+            return f"ends {offset + spec.nbytes - nbytes} bytes beyond the end of allocation {number}"
         if offset % ALIGNMENT:
-            return f"begins at byte {offset} of allocation {number}, no multiple of {ALIGNMENT}"
+            return f"begins at byte {offset} of allocation {number}, which is no multiple of {ALIGNMENT}"
         return spec
     return "lies in other memory"

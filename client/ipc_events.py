@@ -251,7 +251,7 @@ class SharedEvent(NotPicklable, Closeable):
         """
         self._owner.check()
         if not self.mine:
-            raise Invalid(f"{self._label} is recorded by the process that made it; make another one to answer it")
+            raise Invalid(f"{self._label} can be recorded only by the process that made it; make another event here")
         self._session.check_may_wait()
         with self._recording:
             self._use(lambda event: event.record(_stream(stream)), "recording")
@@ -282,7 +282,10 @@ class SharedEvent(NotPicklable, Closeable):
         self._owner.check()
         since = self._seen if after is None else after
         if not 0 <= since <= MAX_EXTENT or not 0 <= timeout <= MAX_WAIT:
-            raise Invalid(f"a wait of {timeout} seconds for what comes after generation {since}; neither can be")
+            raise Invalid(
+                f"cannot wait {timeout} seconds for a generation after {since}: a wait can be 0 to {MAX_WAIT:g}"
+                f" seconds, a generation 0 to {MAX_EXTENT}"
+            )
         if self.closed:
             raise self._closed()
         deadline = time.monotonic() + timeout
@@ -329,7 +332,7 @@ class SharedEvent(NotPicklable, Closeable):
         pause, never = SOON, Future[None]()
         while not self._use(Event.done, "waiting for"):
             if time.monotonic() > deadline:
-                raise TimedOut(f"{self._label} was recorded, generation {generation}, but the work before is not done")
+                raise TimedOut(f"{self._label} was recorded as generation {generation}, but the work before it goes on")
             yield never, pause
             pause = min(2 * pause, LATE)
 

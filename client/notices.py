@@ -349,7 +349,8 @@ class Notices:
         """Note that there will be no more notices; ``lost``: this process did not end the session."""
         if lost:
             level = logging.WARNING if self._held else logging.INFO
-            log.log(level, "%s; what is held of it is lost, and Broker.reconnect() opens another session", reason)
+            text = "%s; all leases and locks of the session are lost; Broker.reconnect() opens another session"
+            log.log(level, text, reason)
         self._watches.fail(reason)
         self._drain_state.fail(reason)
         for each in self._rebindable:

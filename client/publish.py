@@ -277,8 +277,8 @@ def base_version(name: str, base: object, directory: Path) -> int | None:
         return None
     hint = "; of a pool for asyncio give its `blocking`" if isinstance(getattr(base, "blocking", None), Pool) else ""
     raise Invalid(
-        f"an update of {name!r} has a published version of that pool as its base: a pool that is attached to it, its"
-        f" number, or the pool's name, and not {base!r}{hint}"
+        f"the base of an update of {name!r} has to be a published version of that pool: give a Pool that is attached to"
+        f" it, its number, or the pool's name, and not {base!r}{hint}"
     )
 
 

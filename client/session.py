@@ -229,8 +229,8 @@ class ClientSession:
         """
         if fork_lock._is_owned() or devices.in_call(self._spec):  # type: ignore[attr-defined]
             raise Unavailable(
-                "called by a finalizer or a signal handler in the middle of a call that this thread has to go on with"
-                " first; ask again when it has returned, or in another thread"
+                "called by a finalizer or a signal handler while this thread is inside a driver call or a fork, which"
+                " has to finish first; call again afterwards, or from another thread"
             )
         if isinstance(current_thread(), SessionThread):
             raise Unavailable("called by a finalizer on a session's own thread, which cannot wait for the answer")

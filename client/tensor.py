@@ -271,7 +271,9 @@ class SharedTensor(NotPicklable):
         """Version 3 of Numba's interface; only on a GPU, and only for types that numpy has."""
         typestr = ELEMENTS[self.dtype].typestr
         if self._place.context.host or typestr is None:
-            raise AttributeError(f"tensor {self.name!r} ({self.dtype} on {self.device.name}) has none; use DLPack")
+            raise AttributeError(
+                f"tensor {self.name!r} ({self.dtype} on {self.device.name}) has no __cuda_array_interface__; use DLPack"
+            )
         if self._lent is None:
             self._lent = self._mapped.lend(self.name)  # consumers of the interface keep this tensor alive
         return {
@@ -286,7 +288,9 @@ class SharedTensor(NotPicklable):
     def _check_writable(self) -> None:
         if self.readonly:
             label = f"tensor {self.name!r} of {self._mapped.label}"
-            raise Invalid(f"{label} was published, or is another's to write; create a new version instead")
+            raise Invalid(
+                f"{label} is read-only: it was published, or another writer fills it; create a new version instead"
+            )
 
     def _own_context(self, index: int) -> Context:
         if self._place.context.host or self.device.index != index:

@@ -329,7 +329,7 @@ class _Descriptors:
             try:
                 os.close(self.numbers.pop())
             except OSError as error:  # from a network file system; the descriptor is closed nevertheless
-                log.warning("closing a checkpoint that was read: %s", error)
+                log.warning("a checkpoint was read, but closing it failed: %s", error)
 
 
 class AioReads:

@@ -241,7 +241,7 @@ def read_index(path: Path) -> dict[str, Path]:
     with open_regular(path) as file:
         try:
             if (size := os.fstat(file.fileno()).st_size) > MAX_HEADER:
-                raise refusal(path, f"the index has over {MAX_HEADER} bytes, which is the most")
+                raise refusal(path, f"the index is larger than {MAX_HEADER} bytes, the limit")
             raw = file.read(size) or b""  # takes no more memory than the file has bytes
         except OSError as error:
             raise file_error(path, error) from error

@@ -195,7 +195,7 @@ class FileCopy(SupervisedThread[float]):
         if self.dropped:
             return seconds
         if (done := sum(self._counts)) != self._total:
-            raise RuntimeError(f"{self._name} has copied {done} of {self._total} bytes, and nothing says why")
+            raise RuntimeError(f"{self._name} has copied {done} of {self._total} bytes, without an error")
         if self._besides:
             self._besides(sources(targets))
         if not self._relayed:

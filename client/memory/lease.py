@@ -240,8 +240,8 @@ class LeaseHandle(Holding):
         given = memory.matched(reply, given, layout)
         if self.multicast and self.multicast.outlet:
             raise Unsupported(
-                f"{memory.label} is stored to on all its replicas at once, and cannot be switched: what stores to them"
-                f" would have to be replaced on all devices together; close it, and attach to version {reply.version}"
+                f"{memory.label} can be broadcast to, and so cannot be switched: the memory of all its replicas would"
+                f" have to be replaced together; close it, and attach to version {reply.version}"
             )
         space = self._space
         assert space
@@ -258,7 +258,7 @@ class LeaseHandle(Holding):
                 self.multicast.switch(reply)
         before = self._renumber(LeaseEvent.WOKEN if asleep else LeaseEvent.SWITCHED, reply.lease)
         if self.switched:
-            self.switched(Unavailable(f"{memory.label} took the place of the version whose event was waited for"))
+            self.switched(Unavailable(f"{memory.label} replaced the event's version during the wait"))
         memory.asleep = False
         if before:
             self.session.requests.submit(Close(before))
@@ -352,7 +352,9 @@ class LeaseHandle(Holding):
             self._unmap_all()  # the request gives the lease on the other version back
         except DriverError:
             self._stuck = reply.lease  # until the next call that unmaps or maps has unmapped all
-        raise DeviceFailure(f"{why}; nor could {memory.label} be mapped again: it is asleep; wake it, or close it")
+        raise DeviceFailure(
+            f"{why}; {memory.label} could not be mapped again either and is asleep; wake it, or close it"
+        )
 
     def _partly_mapped(self) -> bool:
         """Whether a sleep or a switch could not unmap everything, or could not map everything again."""

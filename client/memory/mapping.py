@@ -408,7 +408,9 @@ class AddressSpace:
         """Return each reservation with what opens its memory."""
         reservations = self._reservations()
         if len(reservations) > len(sources):
-            raise Unavailable(f"the broker sent what opens {len(sources)} allocations, for {len(reservations)}")
+            raise Unavailable(
+                f"the broker sent handles for {len(sources)} allocations, and {len(reservations)} are needed"
+            )
         return list(zip(reservations, sources, strict=False))
 
     def _reservations(self) -> list[Reservation]:

@@ -258,7 +258,7 @@ class MulticastMapping:
         outlet = self.usable(memory)
         if isinstance(outlet, Copies):
             raise Unsupported(
-                f"{memory().label} is written by copies: {self.team.why}; use broadcast, which does either"
+                f"{memory().label} is written by copies: {self.team.why}; use broadcast, which works either way"
             )
         return outlet.pointer(allocation, offset)
 
@@ -472,7 +472,7 @@ class MulticastMapping:
                 return self._found_again(before, offer, asleep=asleep)
             except (CubrokerError, DriverError, ValueError) as error:
                 why = devices.failure(error, "mapping what its replicas were bound together by after a restart").message
-        log.error("no way to store to all replicas: %s", why)
+        log.error("a lease can no longer store to all replicas: %s", why)
         try:
             self.space.close()
         except DriverError as error:
@@ -564,6 +564,6 @@ def _stage(source: Context, first: int, target: Context, second: int, nbytes: in
 
 def _changed(label: str, now: str) -> Unavailable:
     return Unavailable(
-        f"{label} is not stored to as when it fell asleep (now: {now}), so what used the addresses cannot go on; it"
-        f" stays asleep: close it, and attach again"
+        f"stores to {label} are made in another way than when it fell asleep (now: {now}), so its addresses cannot be"
+        f" used any more; it stays asleep: close it, and attach again"
     )

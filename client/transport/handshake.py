@@ -110,7 +110,7 @@ def greet(directory: Path, timeout: float) -> tuple[socket.socket, Welcome]:
         if greeting.code == Unavailable.code:
             raise NotServing(greeting.message)
         raise from_code(greeting.code, greeting.message)
-    raise Invalid(f"the broker on {directory} opened no session, and answered as to a ping")
+    raise Invalid(f"the broker on {directory} answered the greeting as if it were a ping, and opened no session")
 
 
 def ping(directory: Path, timeout: float) -> str:
@@ -268,4 +268,4 @@ def _admission(directory: Path) -> str:
             return (
                 f"its socket is for the group {group}: join that (as root: usermod -aG {group} NAME), and log in anew"
             )
-    return "the user who runs it lets others in by its settings sockets.group and sockets.mode"
+    return "the user who runs the broker can admit others with its settings sockets.group and sockets.mode"

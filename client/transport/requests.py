@@ -360,8 +360,8 @@ class Requests(NotPicklable):
             self._forged += 1
             if self._forged == 1:
                 log.warning(
-                    "answers that the broker did not write are dropped, and what was asked is asked again: the gateway"
-                    " alters or forges them; have the broker's operator end its gateway: the broker starts another"
+                    "the gateway alters or forges answers: such answers are dropped, and their requests sent again; ask"
+                    " the broker's operator to end the gateway, and the broker starts another"
                 )
         return answer
 

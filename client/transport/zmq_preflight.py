@@ -64,7 +64,10 @@ def turn() -> RLock:
         Shortage: this thread holds the lock: a signal handler or finalizer opens a session in the middle of another.
     """
     if _turn._is_owned():  # type: ignore[attr-defined]
-        raise Shortage("a signal handler or a finalizer came while another Broker was opened; open it elsewhere")
+        raise Shortage(
+            "a signal handler or a finalizer cannot open a Broker while its thread is opening another; open it in other"
+            " code"
+        )
     return _turn
 
 

@@ -933,7 +933,7 @@ def test_work_before_an_event_is_waited_for_while_the_loop_goes_on(
         async with Broker(client.directory) as broker, await broker.attach(name) as pool, beating() as heart:
             event = await pool.event("ready")
             await event.record()
-            with pytest.raises(TimedOut, match="the work before is not done"):
+            with pytest.raises(TimedOut, match="the work before it goes on"):
                 await event.wait(timeout=0.01)
             waiting = asyncio.create_task(event.wait(after=0, timeout=PATIENCE))
             await heart.more(1000)

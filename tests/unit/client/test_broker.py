@@ -209,7 +209,7 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.create("x", LAYOUT, durable=True), Unsupported, "no store"),
         (lambda broker: broker.attach_or_create("x", LAYOUT, share="vmm", durable=True), Unsupported, "no store"),
         (lambda broker: broker.create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
-        (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "no list of devices.*'GPU-1'"),
+        (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "'GPU-1' is no list of devices"),
         (lambda broker: broker.attach_or_create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
         (lambda broker: broker.create("x", Layout.pack([("a", "U8", (1 << 30,))])), OverBudget, "budget"),
         (lambda broker: broker.describe("x"), NotFound, "x"),

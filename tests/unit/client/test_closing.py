@@ -286,7 +286,9 @@ def test_a_finalizer_in_the_middle_of_a_driver_call_or_of_a_fork_waits_for_nothi
         pool = client.attach(name)
         with lock:
             pool.close()
-            with pytest.raises(Unavailable, match="called by a finalizer or a signal handler in the middle of a"):
+            with pytest.raises(
+                Unavailable, match="called by a finalizer or a signal handler while this thread is inside a"
+            ):
                 client.pools()
         eventually(lambda: leases(client, name) == 0, "the end of the lease")
 

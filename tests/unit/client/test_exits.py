@@ -259,7 +259,7 @@ def test_a_process_whose_broker_has_died_exits_too() -> None:
         broker.kill()
         try:
             assert process.stderr is not None
-            assert "is gone: the connection to it has ended; what is held" in process.stderr.readline()
+            assert "is gone: the connection to it has ended; all leases" in process.stderr.readline()
             assert end_with(process, "go on") == (0, "", "")
         finally:
             process.kill()

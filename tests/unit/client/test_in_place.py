@@ -89,7 +89,7 @@ def test_arrays_that_cannot_be_tensors_where_they_are_are_named(client: Broker, 
             "'gaps' has gaps",
             "'crooked' begins at byte 8 of allocation 1",
             "'strange' is of type datetime64[s]",
-            "'turned' has gaps, or another order",
+            "'turned' has gaps, or is not in C order",
         ):
             assert text in str(raised.value)
         assert "'good'" not in str(raised.value)
@@ -163,7 +163,7 @@ def test_what_was_made_from_the_draft_stays_and_is_read_only(client: Broker, nam
         assert array.tolist() == draft["weight"].numpy().tolist() == np.arange(32).reshape(4, 8).tolist()
         assert (draft.writable, draft.protected, draft["weight"].readonly) == (False, True, True)
         assert regions().total() == before
-        with pytest.raises(Invalid, match="was published, or is another's to write; create a new version"):
+        with pytest.raises(Invalid, match="was published, or another writer fills it; create a new version"):
             draft["weight"].copy_from_bytes(bytes(128))
         with pytest.raises(Invalid, match="is published already"):
             draft.seal()

@@ -594,7 +594,7 @@ def test_a_type_that_pools_lack_is_refused_by_the_tensor_s_name(client: Broker, 
         (nn.ReLU(), "nothing to publish"),
         (VALUES, "this ndarray cannot be published: pass a mapping of names to arrays"),
         ([("x", VALUES)], "this list cannot be published"),
-        ({1: VALUES}, "1 is no name of a tensor"),
+        ({1: VALUES}, "the name of a tensor has to be a str, and 1 is none"),
         ({"": VALUES}, "a tensor name of 0 characters"),
     ],
 )

@@ -183,7 +183,7 @@ def test_an_index_without_a_map_or_of_absurd_size_is_refused(tmp_path: Path) -> 
     with pytest.raises(Invalid, match="weight_map"):
         Checkpoint.open(tmp_path)
     os.truncate(index, 100_000_001)
-    with pytest.raises(Invalid, match="over 100000000 bytes"):
+    with pytest.raises(Invalid, match="larger than 100000000 bytes"):
         Checkpoint.open(tmp_path)
 
 

@@ -178,7 +178,7 @@ def test_a_pool_whose_way_to_all_replicas_is_another_now_stays_asleep(
             pool.sleep()
             before = regions()
             pool.name = other
-            with pytest.raises(Unavailable, match=r"is not stored to as when it fell asleep.*attach again"):
+            with pytest.raises(Unavailable, match=r"made in another way than when it fell asleep.*attach again"):
                 pool.wake()
             assert pool.asleep
             assert regions() <= before

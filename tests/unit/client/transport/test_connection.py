@@ -275,7 +275,7 @@ def impostor(directory: Path, *answers: bytes) -> Iterator[socket.socket]:
     ("answer", "error", "complaint"),
     [
         (wire.pack(Refused("unsupported", "versions differ")), Unsupported, "versions differ"),
-        (wire.pack(Pong(1, "")), Invalid, "opened no session, and answered as to a ping"),
+        (wire.pack(Pong(1, "")), Invalid, "answered the greeting as if it were a ping"),
         (b"", Unavailable, "without a word"),
         (b"nonsense", Invalid, "cannot be read"),
     ],
