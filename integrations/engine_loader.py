@@ -279,7 +279,7 @@ def load_on_pool(
         except CubrokerError as error:
             if not options.fallback:
                 raise
-            log.warning("cubroker: the engine's own loader is used, and no pool: %s", error.message)
+            log.warning("cubroker: no pool is used; the engine's own loader loads the model: %s", error.message)
             undo.close()
             return load()
         got = obtain(
@@ -362,7 +362,7 @@ def obtain(
     except CubrokerError as error:
         if not fallback:
             raise
-        log.warning("runtime pool %s is not used, and the engine's own loader is: %s", name, error.message)
+        log.warning("runtime pool %s is not used; the engine's own loader loads the model: %s", name, error.message)
         return Obtained(load() if model is None else model, None, loaded=True)
 
 

@@ -97,8 +97,8 @@ def _check(name: str, fact: Fact) -> None:
             pass
         case _:
             raise Invalid(
-                f"fact {name!r} of a fingerprint is a {type(fact).__name__}, whose text may be equal where it is not;"
-                f" say it in values of JSON"
+                f"fact {name!r} of a fingerprint is a {type(fact).__name__}, and different values of this type can have"
+                f" the same text; give a value of JSON"
             )
 
 

@@ -88,7 +88,10 @@ def read_manifest(pool: Pool) -> Manifest:
         Invalid: ``pool`` is not a runtime pool, or its manifest has a format that this release does not know.
     """
     if MANIFEST not in pool:
-        raise Invalid(f"pool {pool.name!r} is no runtime pool: it has no tensor {MANIFEST!r}; attach it as what it is")
+        raise Invalid(
+            f"pool {pool.name!r} is no runtime pool: it has no tensor {MANIFEST!r}; read its tensors without"
+            f" runtime_pools"
+        )
     data = pool[MANIFEST].tobytes()
     try:
         number = msgspec.json.decode(data, type=_Head).format

@@ -240,7 +240,7 @@ def publish(
     if like is not None:
         if (made := _as_in(like, manifest)) != like:
             raise Invalid(
-                f"{type(model).__name__} has another structure than the manifest that pool {name!r} shall be like:"
+                f"{type(model).__name__} has another structure than `like`, the manifest to publish pool {name!r} by:"
                 f" {difference(like, made)}; nothing was published: publish it without `like`, for new modules"
             )
         manifest = like
@@ -460,9 +460,9 @@ def _refuse_differences(
         ]
     if besides or missing or different:
         raise Invalid(
-            f"runtime pool {pool.name!r}@{pool.version} does not fit {type(model).__name__}: it lacks {some(missing)},"
-            f" has besides {some(besides)}, and has otherwise {some(different)}; attach the pool of this model,"
-            f" engine and configuration, or publish it anew"
+            f"runtime pool {pool.name!r}@{pool.version} does not fit {type(model).__name__} (missing in the pool:"
+            f" {some(missing)}; only in the pool: {some(besides)}; different: {some(different)}); attach the pool of"
+            f" this model, engine and configuration, or publish it anew"
         )
 
 
@@ -490,8 +490,8 @@ def _refuse_names(
         refused += [f"{entry.name}.{key}" for key in entry.attributes if hasattr(torch.Tensor, key)]
     if refused:
         raise Invalid(
-            f"runtime pool {pool.name!r}@{pool.version} would set {some(refused)} of {type(model).__name__}, which are"
-            f" not its to set; attach the pool of this model and engine, or publish it anew"
+            f"runtime pool {pool.name!r}@{pool.version} would set {some(refused)} of {type(model).__name__}, which a"
+            f" pool may not set; attach the pool of this model and engine, or publish it anew"
         )
 
 
@@ -561,7 +561,7 @@ def _object(
     had = vars(before) if before is not None else {}
     vars(made).update({key: had[key] for key in entry.kept if key in had}, **entry.attributes)
     if lacking := [key for key in entry.kept if key not in had]:
-        log.debug("parameter %s has no %s here, as it had where it was published", entry.name, ", ".join(lacking))
+        log.debug("parameter %s lacks %s, which it had where it was published", entry.name, ", ".join(lacking))
     return made
 
 

@@ -174,13 +174,13 @@ def _check(model: nn.Module, fresh: nn.Module) -> None:
         label, method = name or "the model", type(getattr(module, "quant_method", None)).__name__
         if method not in (*PLAIN, "NoneType"):
             raise Unsupported(
-                f"{label} is computed by {method}, and which attributes beside tensors that sets is not known; use"
-                f" another load format"
+                f"{label} is computed by {method}, and it is not known which attributes other than tensors this method"
+                f" sets; use another load format"
             )
         before, now = _scalars(new.get(name)), _scalars(module)
         if changed := sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key)):
             raise Unsupported(
-                f"{label} has set {', '.join(changed)} as it was loaded, and a pool holds tensors alone; use another"
+                f"{label} has set {', '.join(changed)} while it was loaded, and a pool holds only tensors; use another"
                 f" load format"
             )
 

@@ -556,8 +556,8 @@ class MemPool(Closeable, NotPicklable):
             named = ", ".join(f"{nbytes} bytes at {pointer:#x}" for pointer, nbytes in strays[:MAX_NAMED])
             raise Invalid(
                 f"{self.pool!r} cannot be sealed: {len(strays)} allocations of torch in it belong to no tensor"
-                f" that is published ({named}), and could not be written any more; name them, drop them, or make them"
-                f" outside of use(), where libraries like cuBLAS have to be used first, too"
+                f" that is published ({named}), and would become read-only; publish them, delete them, or make them"
+                f" outside of use(), and call libraries such as cuBLAS once before use()"
             )
 
     def _strays(self, known: set[int]) -> list[tuple[int, int]]:

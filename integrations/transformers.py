@@ -302,9 +302,9 @@ def _refuse_differences(model: nn.Module, pool: Pool, missing: Sequence[str], un
     unexpected = [name for name in unexpected if ".".join(name.split(".")[-2:]) not in computed]
     if missing or unexpected:
         raise Invalid(
-            f"pool {pool.name!r} does not fit {type(model).__name__}: it lacks {_some(missing)}, and has besides"
-            f" {_some(unexpected)}; attach the pool of this model (of a checkpoint that transformers converts when it"
-            f" loads it, publish the loaded model's state_dict), or say strict=False"
+            f"pool {pool.name!r} does not fit {type(model).__name__} (missing in the pool: {_some(missing)}; only in"
+            f" the pool: {_some(unexpected)}); attach the pool of this model (of a checkpoint that transformers"
+            f" converts when it loads it, publish the loaded model's state_dict), or give strict=False"
         )
 
 

@@ -591,7 +591,7 @@ def _check(pool: Pool, device_id: int | None) -> None:
             f" and register what attach returns"
         )
     if not pool.writable:
-        raise Invalid(f"{label} is only read, and a server may write to all that is registered; create it writable")
+        raise Invalid(f"{label} is read-only, and a server may write to any registered memory; create it writable")
     if not all(map(_on_host, pool.allocation_views)) and pool.share != IPC:
         raise Unsupported(
             f"{label} is shared as {pool.share}, and Triton opens memory of a GPU by CUDA IPC handle alone; create it"

@@ -540,8 +540,8 @@ def _for_each_pool(verb: str, do: Callable[[nn.Module], None]) -> None:
     if failed:
         told = "; ".join(f"{name}: {message}" for name, message in failed.items())
         raise kind(
-            f"{len(failed)} of {len(on_pools)} pools cannot {verb}, and the others are awake: {told}; mend this, and"
-            f" {'suspend' if verb == 'sleep' else 'resume'} again"
+            f"{len(failed)} of {len(on_pools)} pools cannot {verb}: {told}; all other pools are awake; fix the cause,"
+            f" then {'suspend' if verb == 'sleep' else 'resume'} again"
         )
 
 

@@ -152,7 +152,8 @@ class DraftAnnouncement:
             except OSError:  # there is no exporter, or it has ended
                 pass
             except CubrokerError as error:
-                log.info("%s@%d is not passed on while it comes: %s", self._name, self._version, error.message)
+                text = "%s@%d is not offered to other hosts while it is being fetched: %s"
+                log.info(text, self._name, self._version, error.message)
                 if isinstance(error, FINAL):
                     return
             self._over.wait(AGAIN)
@@ -261,7 +262,7 @@ class Announcements:
             end.bind(name_of(directory))
         except OSError as error:
             end.close()
-            log.warning("what fetches of this host bring is offered once it is published: %s", error.strerror)
+            log.warning("versions that this host fetches are offered only once they are published: %s", error.strerror)
             yield
             return
         server = await asyncio.start_unix_server(self._accept, sock=end, limit=MAX_ANNOUNCE)
@@ -286,7 +287,8 @@ class Announcements:
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the connection has ended, and is closed below
         except CubrokerError as error:
-            self._warn("a fetch of %s is not passed on while it comes: %s", account.name, error.message)
+            text = "a version that %s fetches is not offered to other hosts while it is being fetched: %s"
+            self._warn(text, account.name, error.message)
             with suppress(OSError):
                 writer.write(messages.frame(messages.refusal(error)))
         except asyncio.CancelledError:  # the exporter ends
@@ -306,7 +308,7 @@ class Announcements:
             writer.write(messages.frame(Going()))
             content = await _next(reader, limit, LIMIT)
             draft = _described(announced, content, layout, runs)
-            log.info("%s@%d is passed on while it comes", *key)
+            log.info("%s@%d is offered to other hosts while it is being fetched", *key)
             self._drafts[key] = draft
             self._counted(len(self._drafts))
             try:
@@ -328,7 +330,7 @@ class Announcements:
         if key in self._expected:
             raise Unavailable("another connection has announced it")
         if nbytes + sum(self._expected.values()) > MEMORY:
-            raise OverQuota(f"what is announced already leaves no room for {nbytes} bytes more; try again later")
+            raise OverQuota(f"earlier announcements leave no room for another {nbytes} bytes; try again later")
         self._expected[key] = nbytes
         try:
             yield nbytes
@@ -344,14 +346,14 @@ class Announcements:
             draft.runs = told.runs
             draft.changed()
             await asyncio.sleep(NEWS / 2)  # a fetch that sends more often than it should has to wait
-        raise Invalid("it said what is not to be said after an announcement")
+        raise Invalid("it sent an unexpected message after the announcement")
 
     async def _settle(self, draft: AnnouncedDraft) -> None:
         """Find out whether a draft was published, and wake the tasks that wait for a change."""
         try:
             published = await asyncio.to_thread(self._published, draft)
         except CubrokerError as error:
-            self._warn("what became of %s@%d is not known: %s", draft.name, draft.version, error.message)
+            self._warn("whether %s@%d was published is not known: %s", draft.name, draft.version, error.message)
             published = False
         if published:
             draft.runs = None
@@ -381,14 +383,14 @@ class Announcements:
         if info.state != "draft" or info.sharded:
             raise _unfit(announced)
         if info.share == IPC and os.geteuid() not in (ROOT, broker.uid, info.owner):  # the broker lends it to no other
-            raise Unsupported(f"{announced.name}@{announced.version} is `ipc`, and is passed on once it is published")
+            raise Unsupported(f"{announced.name}@{announced.version} is `ipc`, and is offered once it is published")
         return info, layout
 
 
 def _described(announced: Announce, content: messages.Local, layout: Layout, runs: Runs) -> AnnouncedDraft:
     """Return a draft as it was announced; raises ``Invalid`` if that does not fit the broker's description of it."""
     if not isinstance(content, DraftContent):
-        raise Invalid("its announcement was not followed by what it will be")
+        raise Invalid("its announcement was not followed by a description of the draft")
     fits = len(content.digests) == len(layout.allocations) and content.piece == runs.piece
     if not fits or content.algorithm != digests.DEFINITION:
         raise _unfit(announced)
@@ -405,7 +407,7 @@ def _described(announced: Announce, content: messages.Local, layout: Layout, run
 
 
 def _unfit(announced: Announce) -> Invalid:
-    return Invalid(f"{announced.name}@{announced.version} is no draft that can be passed on")
+    return Invalid(f"{announced.name}@{announced.version} is no draft that can be offered to other hosts")
 
 
 async def _next(reader: asyncio.StreamReader, limit: int, wait: float | None = None) -> messages.Local:

@@ -65,7 +65,7 @@ def parse(text: str, *, least: int = 1) -> PeerAddress:
     if not identity.can_be_host(host) or not port.isascii() or not port.isdecimal():
         raise Invalid(f"{text[:80]!r} names no exporter; write HOST, HOST:PORT or [ADDRESS]:PORT")
     if len(port) > 5 or not least <= int(port) < 1 << 16:
-        raise Invalid(f"{text[:80]!r} has no port that there can be")
+        raise Invalid(f"{text[:80]!r} has an invalid port; ports are {least} to 65535")
     return PeerAddress(host, int(port))
 
 
@@ -102,8 +102,8 @@ class PeerConnection:
                 welcome = self._greet(context)
             except HungUp:
                 raise Denied(
-                    f"{address} ended the connection when it had seen this host's certificate: that has expired, was"
-                    " revoked, is of another authority or not for clients; its log says which"
+                    f"{address} closed the connection after receiving this host's certificate: the certificate has"
+                    " expired, was revoked, is of another authority or not for clients; the exporter's log says which"
                 ) from None
         #: The user of the exporting host whose permissions we have there.
         self.user = welcome.user
@@ -221,15 +221,15 @@ def readable(connection: socket.socket) -> bool:
 def _refused(address: PeerAddress, error: OSError | ssl.CertificateError) -> Unavailable | Denied:
     """Convert an error of a connection to one of ours, which says whose certificate is at fault, if one is."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return Denied(f"{address} is not taken for an exporter of this cluster: {error.verify_message}")
+        return Denied(f"{address} is not trusted as an exporter of this cluster: {error.verify_message}")
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return HungUp(f"the connection to {address} is over: it was closed there")
     if isinstance(error, ssl.SSLError):
         reason = error.reason or str(error)
         if "ALERT" in reason or "CERTIFICATE" in reason:
             told = reason.lower().replace("_", " ").removeprefix("tlsv13 alert ").removeprefix("sslv3 alert ")
-            return Denied(f"the exporter at {address} does not take this host's certificate: {told}")
-        return Unavailable(f"{address} speaks no TLS that is understood here: {reason}; is it an exporter?")
+            return Denied(f"the exporter at {address} rejects this host's certificate: {told}")
+        return Unavailable(f"{address} does not speak TLS as an exporter does: {reason}; is it an exporter?")
     kind = HungUp if isinstance(error, ConnectionError) else Unavailable
     return kind(f"the connection to {address} is over: {error.strerror or error}")
 

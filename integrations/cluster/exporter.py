@@ -58,7 +58,7 @@ from cubroker.integrations.cluster.messages import (
     WatchPool,
 )
 from cubroker.integrations.cluster.source_process import SourceProcess
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Retired, Unavailable, reason
 from cubroker.protocol.fields import MAX_DEVICES
 from cubroker.protocol.status import PoolInfo
 
@@ -96,7 +96,7 @@ READERS = 8
 
 DRAFT = "draft"
 
-GONE = "the fetch that it came from has ended, and has not published it"
+GONE = "the fetch that offered it has ended without publishing it"
 
 
 class KnownDigests(NamedTuple):
@@ -244,7 +244,7 @@ class Exporter:
             try:
                 server = await asyncio.start_server(self._accept, host, port, limit=2 * messages.MAX_REQUEST)
             except OSError as error:
-                raise Unavailable(f"listening at {host} port {port}: {error.strerror}; name another --listen") from None
+                raise Unavailable(f"listening at {host} port {port}: {reason(error)}; name another --listen") from None
             undo.callback(server.close)
             await undo.enter_async_context(self._announcements.listening(self._broker.directory))
             address: tuple[str, int] = server.sockets[0].getsockname()[:2]
@@ -294,7 +294,7 @@ class Exporter:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = "{}:{}".format(*writer.get_extra_info("peername")[:2])
         if len(self._peers) >= self._rules.connections or self._strangers >= STRANGERS:
-            self._warn("the connection of %s is closed: there are %d already", address, len(self._peers))
+            self._warn("a connection from %s is closed: %d others are open already", address, len(self._peers))
             writer.close()
             return
         peer = _Peer(reader, writer, address, Account("", -1, frozenset()))
@@ -311,7 +311,7 @@ class Exporter:
             # A peer may leave before it has received all news of a draft; `_release` logs that.
             left = peer.news and isinstance(error, ConnectionError)
             if (peer.opened or peer.watches) and not left:
-                log.warning("%s is gone: %s", peer, str(error) or "it says nothing, or does not take what is said")
+                log.warning("%s is gone: %s", peer, str(error) or "it sends nothing, or does not read what is sent")
         except CubrokerError as error:
             log.warning("%s is cut off: %s", peer, error.message)
         finally:
@@ -476,9 +476,12 @@ class Exporter:
         readers, limit = self._readers, self._rules.readers
         free, own = limit - len(readers), [other.who for other in readers.values()].count(peer.who)
         if not free:
-            raise OverQuota(f"{limit} peers read from this host, and so many may; ask another host, or later")
+            raise OverQuota(f"{limit} peers read from this host, which is its limit; ask another host, or try later")
         if free <= own:
-            raise OverQuota(f"{peer.account.name} of this address reads {own} already, and the {free} left are others'")
+            raise OverQuota(
+                f"user {peer.account.name} at this address reads {own} versions already, and the {free} free places are"
+                " kept for others; ask another host, or try later"
+            )
         return next(slot for slot in range(limit) if slot not in readers)
 
     async def _opened(

@@ -290,10 +290,14 @@ def _read(line: bytes) -> StatusLine:
     try:
         return msgspec.json.decode(line, type=StatusLine)
     except msgspec.MsgspecError as error:
-        raise Unavailable(f"the process of the transfer said what cannot be read: {error}") from None
+        raise Unavailable(f"the process of the transfer sent a line that cannot be decoded: {error}") from None
 
 
 def _end(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}; its log says why"
-    return f"was ended by {signal.Signals(-status).name}: the engine failed, or was killed"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
+    return f"was ended by {name}: the engine failed, or was killed"

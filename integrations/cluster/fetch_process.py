@@ -193,8 +193,8 @@ class Fetch:
                 before, moved = done, now
             if now - moved > self._order.patience:
                 raise Unavailable(
-                    f"{self._order.name} cannot be fetched: no host that is left has all of it, and nothing more has"
-                    f" come from their parts for {self._order.patience:g} s; {done} of {total} bytes are here"
+                    f"{self._order.name} cannot be fetched: no remaining host has the whole version, and their parts"
+                    f" have delivered nothing new for {self._order.patience:g} s; {done} of {total} bytes are here"
                 )
 
     def _read_again(self, found: Wrong, filling: Filling, wrong: set[tuple[int, int]]) -> None:
@@ -204,14 +204,14 @@ class Fetch:
             Corrupted: its digest was wrong twice from hosts that have the whole version, and there is no other host.
         """
         replica, allocation = found
-        error = Corrupted(f"allocation {allocation} of {self._order.name} came with other bytes than it has")
+        error = Corrupted(f"allocation {allocation} of {self._order.name} arrived with a wrong digest")
         wrote = filling.again(found)
         if self._sources.distrust(wrote, error) or self._sources.drop(wrote, error):
             return
         if (replica, allocation) in wrong:
             raise Corrupted(
-                f"{error.message}, twice, and no other host has them: what is on the way changes them,"
-                f" or the source's memory; check it there with `cubroker verify --digest`"
+                f"{error.message}, twice, and no other host has the version: the network or the source's memory"
+                f" corrupts it; check it there with `cubroker verify --digest`"
             )
         wrong.add((replica, allocation))
 

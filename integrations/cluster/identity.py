@@ -96,8 +96,8 @@ def check_serving(context: ssl.SSLContext, folder: Path) -> None:
                 side.do_handshake()
     except ssl.SSLCertVerificationError as error:
         raise Invalid(
-            f"{folder / CERTIFICATE} is of no use to an exporter: every host refuses it: {error.verify_message};"
-            " issue another, by `cubroker certificates issue --host`"
+            f"every host refuses an exporter that has {folder / CERTIFICATE}: {error.verify_message}; issue another"
+            " certificate with `cubroker certificates issue --host`"
         ) from None
 
 
@@ -257,7 +257,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
         raise Invalid(f"{user[:80]!r} cannot be the user of a certificate; give the name of an account")
     signer, issuer = _authority(authority)
     if (end := issuer.not_valid_after_utc) < datetime.now(UTC):
-        raise Invalid(f"the authority in {authority} has ended on {end:%Y-%m-%d %H:%M} UTC; make another")
+        raise Invalid(f"the authority in {authority} expired on {end:%Y-%m-%d %H:%M} UTC; make another")
     if (folder / AUTHORITY_KEY).exists():
         raise Exists(f"{folder} has the key of an authority, which no host may get; name another folder")
     if (folder / KEY).exists() or (folder / CERTIFICATE).exists():

@@ -351,7 +351,7 @@ def length(head: bytes, limit: int) -> int:
     (count,) = LENGTH.unpack(head)
     if not 0 < count <= limit:
         raise Invalid(
-            f"a frame of {count} bytes came, and 1 to {limit} are read; the other side speaks no such protocol"
+            f"received a frame of {count} bytes; 1 to {limit} are accepted; the other side does not speak this protocol"
         )
     return int(count)
 
@@ -389,7 +389,7 @@ def from_runs(runs: bytes | None, count: int) -> int | None:
     if runs is None:
         return None
     if len(runs) > -(-count // 8) or (bits := int.from_bytes(runs, "little")).bit_length() > count:
-        raise Invalid(f"runs of bytes were named that a version of {count} has not")
+        raise Invalid(f"the message names runs beyond the {count} of this version")
     return bits
 
 
@@ -408,7 +408,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     # The latter two: a string that is not UTF-8, and deep nesting in a field that this build does not know.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Invalid(f"a message came that cannot be read: {str(error)[:200]}") from None
+        raise Invalid(f"received a message that cannot be decoded: {str(error)[:200]}") from None
 
 
 def expect(answer: Reply, kind: type[M]) -> M:
@@ -421,7 +421,7 @@ def expect(answer: Reply, kind: type[M]) -> M:
     if isinstance(answer, PeerRefusal):
         raise from_code(answer.code, answer.message)
     if not isinstance(answer, kind):
-        raise Invalid(f"the exporter answered with {type(answer).__name__} where {kind.__name__} was due")
+        raise Invalid(f"the exporter answered with {type(answer).__name__} instead of {kind.__name__}")
     return answer
 
 

@@ -283,7 +283,7 @@ class SourceChoice:
             else:
                 source.leave()
                 full = source not in chosen and str(source.number) in decided
-                host.put_off(OverQuota("as many hosts read from it as may") if full else None)
+                host.put_off(OverQuota("it has as many readers as it allows") if full else None)
         self._candidates.clear()
         self._wanted.clear()
 
@@ -302,7 +302,7 @@ class SourceChoice:
         if self._content not in (None, found):
             self._dismiss(event.source)
             host.others.add(opened.version)
-            host.put_off(NotFound(f"its {self._order.name} has other bytes than the first source's"))
+            host.put_off(NotFound(f"its {self._order.name} differs from that of the first source"))
             return False
         self._content, self._opened, host.version = found, True, opened.version
         self._same[event.source.number] = event.source
@@ -383,7 +383,7 @@ class SourceChoice:
         useless = [source for number, source in self.reading.items() if filling.useless(number) > USELESS]
         for source in useless[:others]:
             source.leave()
-            self.lost(Lost(source, Unavailable(f"{source.address} has nothing yet that is not here")))
+            self.lost(Lost(source, Unavailable(f"{source.address} has nothing yet that this host lacks")))
 
     @property
     def has_whole(self) -> bool:
@@ -432,7 +432,7 @@ class SourceChoice:
                     for address, each in errors[:SHOWN]
                 ]
                 more = len(errors) - len(told)
-                told += [f"and {more} hosts more"] * (more > 0)
+                told += [f"and {more} more"] * (more > 0)
                 return from_code(errors[0][1].code, f"{self._order.name} cannot be fetched: {'; '.join(told)}")
         return Unavailable(f"{self._order.name} cannot be fetched: no host is known")
 
@@ -445,11 +445,17 @@ def _check(opened: ExportedVersion) -> None:
     """Raise ``Invalid`` unless a source's description of a version is consistent."""
     layout = Layout.decode(opened.layout)
     if tuple(place.nbytes for place in opened.places) != layout.allocations:
-        raise Invalid("the source says of a version what does not fit together; it is not of this project, or damaged")
+        raise Invalid(
+            "the source's description of the version is inconsistent; it is not a cubroker exporter, or is damaged"
+        )
     if opened.algorithm != digests.DEFINITION:
         raise Invalid(f"the source has digests by {opened.algorithm}, and this build has {digests.DEFINITION}; upgrade")
     if opened.runs is not None and opened.piece != piece_size(layout.nbytes):
-        raise Invalid(f"the source passes on runs of {opened.piece} bytes, and this build takes others; upgrade one")
+        size = piece_size(layout.nbytes)
+        raise Invalid(
+            f"the source offers pieces of {opened.piece} bytes, and this build reads pieces of {size}; upgrade the"
+            f" older one"
+        )
 
 
 def _partial(offer: Offer) -> bool:

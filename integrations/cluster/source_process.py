@@ -91,7 +91,7 @@ class SourceProcess:
         except TimeoutError:
             raise Unavailable(f"the process of the transfer did not answer within {limit:g} s") from None
         except Invalid as error:
-            raise Unavailable(f"the process of the transfer said what cannot be read: {error.message}") from None
+            raise Unavailable(f"the process of the transfer sent what cannot be decoded: {error.message}") from None
 
     async def kill(self) -> None:
         """Kill the process, unless it has ended, and return when it is gone."""

@@ -394,7 +394,7 @@ class SourceReader:
         if isinstance(message, Available):
             self._heard += 1
             if self._heard > BURST + 2 * (time.monotonic() - self._began) / NEWS:
-                raise Invalid(f"the exporter at {self.address} says what it has more often than it may")
+                raise Invalid(f"the exporter at {self.address} reports what it has more often than it may")
             self.have = messages.from_runs(message.runs, self._runs)
         else:
             messages.expect(message, Going)
@@ -470,7 +470,7 @@ class SourceReader:
                 flying.append((piece, engine.read(filling.local(piece), self._remote(piece))))
                 due = now + (now - began) * piece.nbytes / nbytes / DEPTH if nbytes else inf
             if filling.silent(self.number) > filling.patience:
-                raise Unavailable(f"{self.address} has brought nothing for {filling.patience:g} s")
+                raise Unavailable(f"{self.address} has delivered nothing for {filling.patience:g} s")
             if self._owed and now > beat - BEAT + CONNECT:
                 raise Unavailable(f"the exporter at {self.address} did not answer within {CONNECT:g} s")
             if now >= beat and not self._owed:

@@ -247,7 +247,7 @@ def test_modules_that_a_pool_cannot_describe_are_refused_by_name(site: Path) -> 
     assert plain is None
     assert "0 is computed by Fp8LinearMethod" in quantized
     assert "0 is computed by UnquantizedFusedMoEMethod" in mixture
-    assert "0 has set use_intel_amx_backend as it was loaded" in packed
+    assert "0 has set use_intel_amx_backend while it was loaded" in packed
 
 
 def test_an_engine_without_a_broker_falls_back_only_if_told(start: Start, tmp_path: Path) -> None:
@@ -255,6 +255,6 @@ def test_an_engine_without_a_broker_falls_back_only_if_told(start: Start, tmp_pa
     absent = {"directory": str(tmp_path / "absent")}
     refused, falls = start(model, **absent), start(model, **absent, fallback=True)
     assert falls.answer() == "started"
-    assert "the engine's own loader is used, and no pool: no broker serves" in falls.log()
+    assert "no pool is used; the engine's own loader loads the model: no broker serves" in falls.log()
     with pytest.raises(AssertionError, match="no broker serves"):
         refused.answer()

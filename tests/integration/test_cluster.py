@@ -233,7 +233,9 @@ def test_hosts_that_fetch_at_once_pass_on_what_they_have(hosts: list[Host]) -> N
         before = one.sent()
         outcomes = [ended(process) for process in from_each_other(hosts)]
         assert one.sent() - before < 2 * SIZE
-        assert all("is passed on while it comes" in exporter.log() for exporter in exporters[1:])
+        assert all(
+            "is offered to other hosts while it is being fetched" in exporter.log() for exporter in exporters[1:]
+        )
     assert sum(outcome["from_parts"] for outcome in outcomes) > SIZE // 4
     for host, outcome in zip(others, outcomes, strict=True):
         assert f"{host.address}:7411" not in outcome["sources"]
@@ -267,7 +269,7 @@ def test_a_host_that_passes_on_what_it_has_and_is_killed_is_replaced(hosts: list
         assert all(isinstance(outcome, dict) and outcome["fetched"] for outcome in outcomes), (
             f"{outcomes} {third.log()}"
         )
-        assert "has ended, and has not published it" in third.log(), third.log()
+        assert "has ended without publishing it" in third.log(), third.log()
     assert held(two) == held(four) == content(1)
     assert pools(three) == []
 
@@ -299,9 +301,9 @@ def test_what_a_host_passes_on_wrong_is_read_again_from_one_that_has_published_i
     one, two, three, _ = hosts
     with one.slowed(SLOW), one.exporting(), two.exporting() as second:
         zeros(0o644)
-        eventually(lambda: "is passed on while it comes" in second.log(), "the part")
+        eventually(lambda: "is offered to other hosts while it is being fetched" in second.log(), "the part")
         status, why = three.fetch("m", "--from", two.address, "--patience", "2")
-        assert (status, "came with other bytes than it has" in why) == (1, True), why
+        assert (status, "arrived with a wrong digest" in why) == (1, True), why
         assert pools(three) == []
         done = three.fetch("m", "--from", f"{one.address},{two.address}")
         assert (done["fetched"], done["from_parts"]) == (True, 0)  # none of these bytes is published
@@ -318,7 +320,7 @@ def test_a_part_is_offered_to_those_alone_who_may_read_it(
     own = three.certificates
     with two.exporting() as exporter, two.exporting("x*", listen=f"{two.address}:7400"):
         zeros(0o600)
-        eventually(lambda: "is passed on while it comes" in exporter.log(), "the part")
+        eventually(lambda: "is offered to other hosts while it is being fetched" in exporter.log(), "the part")
         assert [pool["there"] for pool in three.peers(two.address)["pools"]] == [SIZE]
         assert three.peers(f"{two.address}:7400")["pools"] == []
         try:
@@ -421,7 +423,7 @@ def test_bytes_that_are_not_what_was_sealed_are_found_and_come_from_another_host
     with one.exporting(), two.exporting():
         status, why = three.fetch("m", "--from", one.address)
         assert status == 1
-        assert "allocation 0 of m came with other bytes than it has, twice" in why
+        assert "allocation 0 of m arrived with a wrong digest, twice" in why
         assert pools(three) == []
         assert three.fetch("m", "--from", f"{one.address},{two.address}")["fetched"]
     assert held(three) == content(1)
@@ -462,13 +464,13 @@ def test_who_may_fetch_is_decided_by_certificate_and_mode(hosts: list[Host], tmp
             assert (status, "'no-such-user', whom the exporting host does not have" in why) == (1, True)
             two.certificates = expired
             status, why = two.fetch("public", "--from", one.address)
-            assert (status, "when it had seen this host's certificate" in why) == (1, True)
+            assert (status, "after receiving this host's certificate" in why) == (1, True)
             two.certificates = wrong
             status, why = two.fetch("public", "--from", one.address)
-            assert (status, "is not taken for an exporter of this cluster" in why) == (1, True)
+            assert (status, "is not trusted as an exporter of this cluster" in why) == (1, True)
             (wrong / "ca.pem").write_bytes((authority / "ca.pem").read_bytes())
             status, why = two.fetch("public", "--from", one.address)
-            assert (status, "when it had seen this host's certificate" in why) == (1, True)
+            assert (status, "after receiving this host's certificate" in why) == (1, True)
             two.certificates = tmp_path / "none"
             status, why = two.fetch("public", "--from", one.address)
             assert (status, f"there is no {tmp_path / 'none'}/ca.pem" in why) == (1, True)
@@ -521,7 +523,7 @@ def test_as_many_read_at_once_as_may(hosts: list[Host]) -> None:
         (reader,) = children(first.pid)
         os.kill(reader, signal.SIGSTOP)  # it takes its time
         status, why = three.fetch("m", "--from", one.address)
-        assert (status, "as many hosts read from it as may" in why) == (1, True)
+        assert (status, "it has as many readers as it allows" in why) == (1, True)
         os.kill(reader, signal.SIGCONT)
         later = three.fetching("m", "--from", one.address, "--wait", "60")
         assert ended(first)["fetched"]

@@ -126,7 +126,7 @@ def test_an_engine_without_a_broker_uses_its_own_loader_only_if_told(
     assert engine_loader.find_held(model) is None
     with pytest.raises(Invalid, match="this Runtime has no pool; start the engine with --load-format cubroker"):
         engine_loader.held(model)
-    assert "the engine's own loader is used, and no pool: " in caplog.text
+    assert "no pool is used; the engine's own loader loads the model: " in caplog.text
 
 
 def test_options_are_those_of_the_documentation_and_no_others() -> None:
@@ -215,7 +215,7 @@ def test_an_engine_that_is_told_to_falls_back_to_its_own_loader(
     got = obtained(client, name, fallback=True)
     assert (got.pool, got.loaded) == (None, True)
     same(got.model, loaded())
-    assert "is not used, and the engine's own loader is: pool" in caplog.text
+    assert "is not used; the engine's own loader loads the model: pool" in caplog.text
     client.retire(name)
     with client.lock(name), pytest.raises(TimedOut, match="has the lock"):
         obtained(client, name, timeout=0.0)

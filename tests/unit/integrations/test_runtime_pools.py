@@ -142,7 +142,7 @@ def test_the_module_that_was_loaded_can_be_bound_itself(client: Broker, name: st
     model, twin = loaded(), loaded()
     runtime_pools.publish(client, name, model, attributes={"has_own_head": True, "rank": 3})
     with client.attach(name) as pool:
-        with pytest.raises(Invalid, match=f"{name}'@1 would set rank of Runtime, which are not its to set"):
+        with pytest.raises(Invalid, match=f"{name}'@1 would set rank of Runtime, which a pool may not set"):
             runtime_pools.bind(model, pool, accepts=["has_own_head"])
         assert runtime_pools.bind(model, pool, accepts=["has_own_head", "rank"]) is model
     same(model, twin)
@@ -192,7 +192,9 @@ def test_a_module_of_another_structure_is_not_published_as_one_like_the_version_
     change(model)
     with client.attach(name) as pool:
         manifest = runtime_pools.read_manifest(pool)
-    with pytest.raises(Invalid, match=f"Runtime has another structure than the manifest that pool '{name}'.*: {why}"):
+    with pytest.raises(
+        Invalid, match=f"Runtime has another structure than `like`, the manifest to publish pool '{name}' by: {why}"
+    ):
         publish(client, name, model, like=manifest)
     assert [info.version for info in client.pools()] == [1]
 
@@ -203,12 +205,15 @@ Change = Callable[[Any], object]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: delattr(model, "scale"), "lacks nothing, has besides scale, and"),
-        (lambda model: model.register_buffer("more", torch.zeros(1, device="meta")), "lacks more, has besides nothing"),
-        (lambda model: setattr(model, "head", nn.Identity()), "has besides head.weight"),
+        (lambda model: delattr(model, "scale"), "missing in the pool: nothing; only in the pool: scale; different"),
+        (
+            lambda model: model.register_buffer("more", torch.zeros(1, device="meta")),
+            "missing in the pool: more; only in the pool: nothing",
+        ),
+        (lambda model: setattr(model, "head", nn.Identity()), "only in the pool: head.weight"),
         (
             lambda model: model.register_buffer("large", torch.zeros(3, device="meta")),
-            r"otherwise large \(float32 \(2048,\) for float32 \(3,\)\)",
+            r"different: large \(float32 \(2048,\) for float32 \(3,\)\)",
         ),
         (lambda model: setattr(model.norm, "weight", Weight(torch.zeros(8))), "'norm.weight' .* is a torch.*Parameter"),
     ],
@@ -226,7 +231,7 @@ def test_a_module_that_does_not_fit_is_told_by_names_and_not_changed(
             runtime_pools.bind(twin, pool)
             assert type(twin.norm.weight) is nn.Parameter
             return
-        with pytest.raises(Invalid, match=rf"pool '{name}'@1 does not fit Runtime: .*{words}"):
+        with pytest.raises(Invalid, match=rf"pool '{name}'@1 does not fit Runtime .*{words}"):
             runtime_pools.bind(twin, pool)
     assert {each: place.tensor for each, place in places(twin).items()} == kept
 

@@ -155,7 +155,7 @@ def test_names_that_only_one_side_has_are_refused_unless_told_otherwise(client: 
     save_file(state | {f"extra.{n}": torch.zeros(1) for n in range(6)}, tmp_path / "m.safetensors")
     load(client, "m", tmp_path)
     with client.attach("m") as pool:
-        says = r"pool 'm' does not fit GPT2LMHeadModel: it lacks 'transformer.ln_f.bias', and has besides .* and 1 more"
+        says = r"GPT2LMHeadModel \(missing in the pool: 'transformer.ln_f.bias'; only in the pool: .* and 1 more"
         with pytest.raises(Invalid, match=says):
             attach_model(empty("GPT2LMHeadModel", GPT2), pool)
         with pytest.raises(Invalid, match=r"'transformer.ln_f.bias' of GPT2LMHeadModel would stay on the meta device"):

@@ -160,7 +160,7 @@ def test_the_readers_of_a_draft_that_is_discarded_are_told_and_its_memory_goes_w
             announced(serving)
             connection.ask(Open(name, 1), ExportedVersion)
             assert leases(directory) == 2
-        with pytest.raises(Unavailable, match="has ended, and has not published it"):
+        with pytest.raises(Unavailable, match="has ended without publishing it"):
             connection.hear(Available)
         with pytest.raises(HungUp):
             connection.hear(Available)
@@ -261,7 +261,7 @@ def test_a_fetch_tells_nobody_who_may_not_read_it(
     stranger = identity.account(nobody())
     monkeypatch.setattr(announcements, "account_of", lambda _: stranger)
     with fetching(directory, name, 0o600):
-        eventually(lambda: "is not passed on while it comes: the exporter of this host runs as" in caplog.text, "it")
+        eventually(lambda: "while it is being fetched: the exporter of this host runs as" in caplog.text, "it")
     assert serving.meter.drafts == 0
 
 
@@ -326,7 +326,7 @@ def test_what_cannot_be_passed_on_is_refused(serving: Serving, directory: Path, 
         with pytest.raises((Invalid, NotFound)):
             told(directory, *LIES[lie](*announcement(directory, name, draft.version)))
         draft.seal()
-    with pytest.raises(Invalid, match="is no draft that can be passed on"):
+    with pytest.raises(Invalid, match="is no draft that can be offered to other hosts"):
         told(directory, *announcement(directory, name, 1))
 
 
@@ -343,7 +343,7 @@ def test_runs_that_a_draft_has_not_end_its_announcement(
         say(connection, *announcement(directory, name, draft.version))
         connection.sendall(messages.frame(Available(b"\x03")))
         eventually(lambda: offered(peer) == [(name, 1, LAYOUT.nbytes)], "the runs")
-        with pytest.raises(Invalid, match=r"were named that a version of 2 has not|1 to .* are read"):
+        with pytest.raises(Invalid, match=r"names runs beyond the 2 of this version|1 to .* are accepted"):
             say(connection, Available(runs))
         eventually(lambda: offered(peer) == [], "its end")
 
@@ -368,7 +368,7 @@ def test_announcements_have_so_much_memory_together(
     with Broker(directory) as broker, broker.create(name, LAYOUT) as draft, broker.create("other", LAYOUT) as other:
         with connected(directory) as connection:
             say(connection, announcement(directory, name, draft.version)[0])
-            with pytest.raises(OverQuota, match="leaves no room for"):
+            with pytest.raises(OverQuota, match="leave no room for"):
                 told(directory, *announcement(directory, "other", other.version))
         eventually(lambda: serving.service._announcements._expected == {}, "its end")
         told(directory, *announcement(directory, "other", other.version))
@@ -382,7 +382,7 @@ def test_refused_announcements_write_so_many_lines_a_minute(
         for _ in range(exporter.LINES + 10):
             with pytest.raises(Invalid):
                 told(broker.directory, Available(b""))
-    assert 0 < caplog.text.count("is not passed on while it comes") <= exporter.LINES
+    assert 0 < caplog.text.count("is not offered to other hosts while it is being fetched") <= exporter.LINES
 
 
 def test_an_ipc_draft_is_passed_on_by_its_writer_s_exporter_or_root_s(
@@ -392,7 +392,7 @@ def test_an_ipc_draft_is_passed_on_by_its_writer_s_exporter_or_root_s(
     with Broker(directory) as broker, broker.create(name, LAYOUT, share="ipc") as draft:
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
-            with pytest.raises(Unsupported, match=f"{name}@1 is `ipc`, and is passed on once it is published"):
+            with pytest.raises(Unsupported, match=f"{name}@1 is `ipc`, and is offered once it is published"):
                 told(directory, *announcement(directory, name, draft.version))
         told(directory, *announcement(directory, name, draft.version))
 
@@ -467,7 +467,7 @@ def test_the_second_exporter_of_a_broker_offers_what_is_published(
 ) -> None:
     publish(directory, name)
     with exporting(directory, certificates.host) as second, fetching(directory, name), second.connect() as connection:
-        assert "what fetches of this host bring is offered once it is published: Address already in use" in caplog.text
+        assert "are offered only once they are published: Address already in use" in caplog.text
         announced(serving)
         assert offered(connection) == [(name, 1, None)]
 

@@ -56,7 +56,7 @@ def test_what_names_no_exporter_says_how_one_is_written(text: str) -> None:
 
 @pytest.mark.parametrize("port", ["0", "65536", "9" * 5000])
 def test_a_port_has_its_bounds(port: str) -> None:
-    with pytest.raises(Invalid, match="has no port that there can be") as caught:
+    with pytest.raises(Invalid, match="has an invalid port; ports are 1 to 65535") as caught:
         parse(f"gpu-1:{port}")
     assert len(caught.value.message) < 200
 
@@ -141,7 +141,7 @@ def test_what_listens_speaks_no_tls(certificates: Certificates) -> None:
 
     with (
         plain(web) as address,
-        pytest.raises(Unavailable, match=r"speaks no TLS that is understood here: .*; is it an"),
+        pytest.raises(Unavailable, match=r"does not speak TLS as an exporter does: .*; is it an"),
     ):
         PeerConnection(address, certificates.host)
 
@@ -162,7 +162,7 @@ def test_what_listens_closes_at_once(certificates: Certificates) -> None:
 
 def test_an_exporter_of_another_cluster_is_not_told_anything(certificates: Certificates, tmp_path: Path) -> None:
     other = Certificates(tmp_path)
-    with lying(other.host) as liar, pytest.raises(Denied, match="is not taken for an exporter of this cluster"):
+    with lying(other.host) as liar, pytest.raises(Denied, match="is not trusted as an exporter of this cluster"):
         PeerConnection(liar.address, certificates.host)
     assert liar.heard == []
 
@@ -179,7 +179,7 @@ def test_an_exporter_that_ends_as_it_is_greeted_is_not_taken_for_one_that_refuse
         with PeerConnection(liar.address, certificates.host) as this:
             assert this.user == "root"
         liar.answers["PeerHello"] = _end
-        with pytest.raises(Denied, match="when it had seen this host's certificate"):
+        with pytest.raises(Denied, match="after receiving this host's certificate"):
             PeerConnection(liar.address, certificates.host)
     assert liar.asked(PeerHello) == 4
 
@@ -197,11 +197,11 @@ def test_an_exporter_may_refuse_at_once(certificates: Certificates) -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (Going(), "the exporter answered with Going where PeerWelcome was due"),
-        (messages.LENGTH.pack(0), "a frame of 0 bytes came"),
-        (messages.LENGTH.pack(messages.MAX_REPLY + 1), "the other side speaks no such protocol"),
-        (messages.LENGTH.pack(1) + b"\xc1", "a message came that cannot be read"),
-        (messages.frame(List()), "a message came that cannot be read"),
+        (Going(), "the exporter answered with Going instead of PeerWelcome"),
+        (messages.LENGTH.pack(0), "received a frame of 0 bytes"),
+        (messages.LENGTH.pack(messages.MAX_REPLY + 1), "the other side does not speak this protocol"),
+        (messages.LENGTH.pack(1) + b"\xc1", "received a message that cannot be decoded"),
+        (messages.frame(List()), "received a message that cannot be decoded"),
     ],
     ids=["another kind", "empty", "too long", "no msgpack", "a request"],
 )

@@ -180,7 +180,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason_in_the_log(
         (stranger, "unable to get local issuer certificate"),
         (_of_servers(certificates, tmp_path), "unsuitable certificate purpose"),
     ):
-        with pytest.raises(Denied, match="when it had seen this host's certificate"):
+        with pytest.raises(Denied, match="after receiving this host's certificate"):
             serving.greet(folder)
         eventually(lambda why=why: why in caplog.text, why)
     eventually(lambda: serving.meter.connections == 0, "connections to end")
@@ -220,7 +220,9 @@ def test_a_certificate_that_no_peer_takes_does_not_serve(
         (certificates.of("root"), "unsuitable certificate purpose"),
         (lost, "certificate revoked"),
     ):
-        with pytest.raises(Invalid, match=f"cert.pem is of no use to an exporter: .*{why}; issue another"):
+        with pytest.raises(
+            Invalid, match=f"every host refuses an exporter that has .*cert.pem: .*{why}; issue another"
+        ):
             exporter.Exporter(directory, folder)
     exporter.Exporter(directory, _of_servers(certificates, tmp_path))  # one that fetches nothing
 
@@ -236,7 +238,7 @@ def test_revoked_ones_are_refused_after_a_reload_also_where_the_own_one_is_revok
             revoked = identity.revoke(certificates.authority, each)
         revoked.rename(folder / "crl.pem")
         serving.call(serving.service.reload)
-        assert "cert.pem is of no use to an exporter: " in caplog.text
+        assert "every host refuses an exporter that has " in caplog.text
         with pytest.raises(Denied, match="was revoked"):
             serving.greet(peer)
 
@@ -286,7 +288,7 @@ def test_after_a_reload_what_the_folder_had_before_counts_no_more(
         serving.call(serving.service.reload)
         serving.greet(new)
         (peer / "ca.pem").write_bytes((new / "ca.pem").read_bytes())
-        with pytest.raises(Denied, match="when it had seen this host's certificate"):
+        with pytest.raises(Denied, match="after receiving this host's certificate"):
             serving.greet(peer)
 
 
@@ -296,11 +298,11 @@ def test_after_a_reload_what_the_folder_had_before_counts_no_more(
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (messages.LENGTH.pack(messages.MAX_REQUEST + 1), "a frame of 65537 bytes came, and 1 to 65536 are read"),
-        (messages.LENGTH.pack(0), "a frame of 0 bytes came"),
-        (messages.LENGTH.pack(3) + b"\xc1\xc1\xc1", "a message came that cannot be read"),
-        (messages.frame(Going()), "a message came that cannot be read"),
-        (messages.frame(Open("m", -1)), "a message came that cannot be read"),
+        (messages.LENGTH.pack(messages.MAX_REQUEST + 1), "received a frame of 65537 bytes; 1 to 65536 are accepted"),
+        (messages.LENGTH.pack(0), "received a frame of 0 bytes"),
+        (messages.LENGTH.pack(3) + b"\xc1\xc1\xc1", "received a message that cannot be decoded"),
+        (messages.frame(Going()), "received a message that cannot be decoded"),
+        (messages.frame(Open("m", -1)), "received a message that cannot be decoded"),
     ],
     ids=["too long", "empty", "no msgpack", "an answer", "out of bounds"],
 )
@@ -494,7 +496,7 @@ def test_as_many_connections_as_may(
         with serving.connect():
             with pytest.raises(Unavailable):
                 serving.greet()
-            assert "is closed: there are 1 already" in caplog.text
+            assert "is closed: 1 others are open already" in caplog.text
         eventually(lambda: serving.meter.connections == 0, "the connection to end")
         serving.greet()
 
@@ -505,7 +507,7 @@ def test_as_many_readers_as_may(directory: Path, certificates: Certificates, nam
     with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as second:
         with serving.connect() as first:
             first.ask(Open(name), ExportedVersion)
-            with pytest.raises(OverQuota, match="1 peers read from this host, and so many may"):
+            with pytest.raises(OverQuota, match="1 peers read from this host, which is its limit"):
                 second.ask(Open(name), ExportedVersion)
             assert second.ask(List(), Offers).limit == 1
         eventually(lambda: serving.meter.readers == 0, "the reader to end")
@@ -521,7 +523,10 @@ def test_no_peer_takes_the_last_places_of_readers_from_others(
         first, again, third = (undo.enter_context(serving.connect()) for _ in range(3))
         first.ask(Open(name), ExportedVersion, 60.0)
         assert again.ask(Open(name), ExportedVersion, 60.0).slot == 1
-        with pytest.raises(OverQuota, match="root of this address reads 2 already, and the 2 left are others'"):
+        with pytest.raises(
+            OverQuota,
+            match="user root at this address reads 2 versions already, and the 2 free places are kept for others",
+        ):
             third.ask(Open(name), ExportedVersion)
         other = undo.enter_context(serving.connect(certificates.of(nobody())))
         opened = other.ask(Open(name), ExportedVersion, 60.0)
@@ -586,7 +591,7 @@ def test_a_peer_that_says_nothing_is_cut_off_and_its_lease_ends(
         connection.ask(Open(name), ExportedVersion)
         over(connection)
         eventually(lambda: not leases(directory), "the lease to end")
-        assert "is gone: it says nothing" in caplog.text
+        assert "is gone: it sends nothing" in caplog.text
         assert f"has left {name}@1: 0 bytes" in caplog.text
         assert (serving.meter.readers, serving.meter.whole) == (0, [])
 
@@ -835,6 +840,17 @@ def test_without_a_broker_or_an_address_it_does_not_serve(
         taken.listen()
         with pytest.raises(Unavailable, match=r"listening at 127\.0\.0\.1 port \d+: .*name another --listen"):
             _serve_at(directory, certificates.host, taken.getsockname()[1])
+
+
+def test_an_error_without_a_number_says_why_it_does_not_listen(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: object, **__: object) -> None:
+        raise OSError("could not bind on any address")  # as asyncio raises it: without `errno` and `strerror`
+
+    monkeypatch.setattr("asyncio.start_server", failing)
+    with pytest.raises(Unavailable, match=r"port 7411: could not bind on any address; name another --listen"):
+        _serve_at(directory, certificates.host, 7411)
 
 
 def _serve_at(directory: Path, folder: Path, port: int) -> None:

@@ -209,9 +209,28 @@ def _lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
+    ("number", "name_of_it"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")]
+)
+def test_a_signal_that_ends_the_process_is_named(
+    certificates: Certificates,
+    directory: Path,
+    name: str,
+    number: int,
+    name_of_it: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "killed.py").write_text(f"import os; os.kill(os.getpid(), {number:d})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(fetching, "MODULE", "killed")
+    with pytest.raises(Unavailable, match=f"was ended by {name_of_it}: the engine failed, or was killed"):
+        fetch(name, ["gpu-1"], directory=directory, certificates=certificates.host)
+
+
+@pytest.mark.parametrize(
     ("module", "why"),
     [
-        ("this", "the process of the transfer said what cannot be read"),
+        ("this", "the process of the transfer sent a line that cannot be decoded"),
         ("no_such_module", "ended with status 1; its log says why; `cubroker ls` says whether it is there"),
     ],
 )

@@ -248,8 +248,12 @@ def short(opened: ExportedVersion) -> ExportedVersion:
 
 
 LIES: dict[str, tuple[Callable[[], ExportedVersion], type[CubrokerError], str]] = {
-    "too few places": (lambda: short(version()), Invalid, "what does not fit together"),
-    "a place of another size": (lambda: lied(version(), nbytes=513), Invalid, "what does not fit together"),
+    "too few places": (lambda: short(version()), Invalid, "description of the version is inconsistent"),
+    "a place of another size": (
+        lambda: lied(version(), nbytes=513),
+        Invalid,
+        "description of the version is inconsistent",
+    ),
     "digests by another name": (lambda: version(algorithm="md5"), Invalid, "has digests by md5, and this build has"),
     "no layout": (lambda: version(layout=b"\xc1"), Invalid, "cannot be fetched: .*"),
     "an empty layout": (lambda: version(layout=b""), Invalid, "cannot be fetched: .*"),
@@ -345,7 +349,7 @@ def test_a_source_with_other_bytes_is_not_read_even_if_it_is_ready_before_the_dr
 
 def test_bytes_that_are_not_what_was_said_are_found(hosts: Hosts, directory: Path) -> None:
     hosts.host(lied(version(), digest=bytes(16)))
-    with pytest.raises(Corrupted, match=r"allocation 0 of .* came with other bytes than it has, twice"):
+    with pytest.raises(Corrupted, match=r"allocation 0 of .* arrived with a wrong digest, twice"):
         hosts.fetch()
     assert nothing(directory)
 
@@ -422,7 +426,9 @@ def test_a_host_that_publishes_meanwhile_has_all_of_it(hosts: Hosts) -> None:
 
 def test_parts_that_come_no_further_are_an_error(hosts: Hosts, directory: Path) -> None:
     coming(hosts, version(PARTS, 5), 0b0111)
-    with pytest.raises(Unavailable, match=f"no host that is left has all of it.*{3 * MIB} of {PARTS.nbytes} bytes"):
+    with pytest.raises(
+        Unavailable, match=f"no remaining host has the whole version.*{3 * MIB} of {PARTS.nbytes} bytes"
+    ):
         hosts.fetch(patience=0.5)
     assert nothing(directory)
 
@@ -431,7 +437,7 @@ def test_a_part_that_is_wrong_is_read_from_a_host_that_has_all(hosts: Hosts, dir
     right, wrong = version(PARTS, 5), version(PARTS, 6)
     lies = msgspec.structs.replace(right, places=tuple(map(_moved, right.places, wrong.places)))
     liar = coming(hosts, lies, 0b11111111)
-    with pytest.raises(Corrupted, match="came with other bytes than it has"):
+    with pytest.raises(Corrupted, match="arrived with a wrong digest"):
         hosts.fetch(patience=0.5)
     assert nothing(directory)
     opens = liar.asked(Open)
@@ -471,7 +477,7 @@ def test_a_host_that_says_too_often_what_it_has_is_passed_over(hosts: Hosts) -> 
 def test_a_host_that_has_more_runs_than_there_are_is_passed_over(hosts: Hosts, later: bool) -> None:
     opened = version(PARTS, 5)
     coming(hosts, opened, 0b1 if later else 1 << 8, *[Available(b"\x00\x01")] * later)
-    with pytest.raises(Invalid, match="were named that a version of 8 has not"):
+    with pytest.raises(Invalid, match="names runs beyond the 8 of this version"):
         hosts.fetch(patience=0.5)
 
 
@@ -607,7 +613,7 @@ def test_a_host_that_cuts_it_otherwise_is_passed_over(hosts: Hosts) -> None:
     opened = version(PARTS, 5)
     liar = coming(hosts, opened, 0b1)
     liar.answers["Open"] = msgspec.structs.replace(partial(opened, 1), piece=2 * MIB)
-    with pytest.raises(Invalid, match=f"passes on runs of {2 * MIB} bytes"):
+    with pytest.raises(Invalid, match=f"offers pieces of {2 * MIB} bytes"):
         hosts.fetch()
 
 
@@ -655,7 +661,7 @@ def test_a_source_that_brings_nothing_is_given_up(
 ) -> None:
     monkeypatch.setattr(LocalEngine, "done", lambda _: False)
     hosts.host(version())
-    with pytest.raises(Unavailable, match=r"has brought nothing for 0\.3 s"):
+    with pytest.raises(Unavailable, match=r"has delivered nothing for 0\.3 s"):
         hosts.fetch(patience=0.3)
     assert nothing(directory)
 
@@ -723,7 +729,7 @@ def test_a_host_that_has_not_the_pool_is_passed_over(hosts: Hosts, name: str) ->
 
 def test_a_host_that_is_full_is_passed_over_and_asked_again(hosts: Hosts, name: str) -> None:
     liar = hosts.host(version(), List=Offers((Offer(name, 1, 1, 1, True),), 8, 8))
-    with pytest.raises(OverQuota, match="as many hosts read from it as may"):
+    with pytest.raises(OverQuota, match="it has as many readers as it allows"):
         hosts.fetch()
     assert liar.asked(Open) == 0
     timer = threading.Timer(0.2, lambda: liar.opens(version(), name))
@@ -767,7 +773,7 @@ def test_of_many_hosts_that_do_not_answer_each_is_asked_once_and_none_is_left_ou
     with socket.create_server(("", 0), backlog=100) as silent:  # accepts, and says nothing
         port = silent.getsockname()[1]
         peers = tuple(f"127.0.1.{number}:{port}" for number in range(1, 31))
-        with pytest.raises(Unavailable, match="and 25 hosts more"):
+        with pytest.raises(Unavailable, match="and 25 more"):
             hosts.fetch(peers=peers)
         assert hosts.fetch(peers=(*peers, str(liar.address)), wait=60.0).fetched
 

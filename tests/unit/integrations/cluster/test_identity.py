@@ -342,7 +342,7 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     assert describe(path).until == describe(authority / "ca.pem").until
     assert describe(issue(authority, tmp_path / "other", "root", days=1)).until < describe(path).until
     ended = make_authority(tmp_path / "ended", days=-0.001).parent  # type: ignore[arg-type]
-    with pytest.raises(Invalid, match=r"the authority in .*/ended has ended on .* UTC; make another"):
+    with pytest.raises(Invalid, match=r"the authority in .*/ended expired on .* UTC; make another"):
         issue(ended, tmp_path / "late", "root")
     assert not (tmp_path / "late").exists()
 

@@ -105,7 +105,10 @@ def test_what_a_process_cannot_open_is_its_answer_and_its_end(directory: Path, n
 
 @pytest.mark.parametrize(
     ("module", "why"),
-    [("this", "said what cannot be read: a frame of"), ("no_such_module", "ended with status 1; its log says why")],
+    [
+        ("this", "sent what cannot be decoded: received a frame of"),
+        ("no_such_module", "ended with status 1; its log says why"),
+    ],
 )
 def test_a_process_that_does_not_work_is_an_error(module: str, why: str) -> None:
     with pytest.raises(Unavailable, match=f"the process of the transfer {why}"):
