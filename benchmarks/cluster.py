@@ -1,4 +1,4 @@
-"""``python -m benchmarks.cluster``: how long a version takes to come to many hosts, by simulation, in several ways.
+"""``python -m benchmarks.cluster``: simulate how long a version takes to reach many hosts, in several ways.
 
 The network is simulated, and in the last two ways the product's own code chooses (:mod:`benchmarks.spreading`).
 ``docs/cluster-simulation.md`` says what is modelled and what is not. The same options give the same figures.

@@ -53,7 +53,7 @@ def _own_address(value: str) -> PeerAddress:
 
 def _metrics_address(value: str) -> PeerAddress:
     address = _own_address(value)
-    if not value.endswith(f":{address.port}"):
+    if value in (address.host, f"[{address.host}]"):
         raise click.BadParameter(f"{value!r} has no port, as 127.0.0.1:9412 has")
     return address
 
@@ -92,7 +92,7 @@ metrics = click.option(
     "--metrics",
     type=_metrics_address,
     metavar="HOST:PORT",
-    help="Serve figures for Prometheus there, such as 127.0.0.1:9412.",
+    help="Serve metrics for Prometheus at this address, such as 127.0.0.1:9412.",
 )
 
 
@@ -191,7 +191,10 @@ async def _serve(service: exporter.Exporter, listen: PeerAddress, say: Any) -> N
     help="How many hosts to read from at once, at most.",
 )
 @options.seconds(
-    "--patience", "How long a host may bring nothing, and none be there once it has begun.", default=PATIENCE, least=0.1
+    "--patience",
+    "How long a host may deliver nothing, and how long a fetch that has begun may be without any host.",
+    default=PATIENCE,
+    least=0.1,
 )
 @certificates_folder
 @metrics
@@ -224,7 +227,7 @@ def fetch_pool(
         raise click.UsageError("--follow fetches current versions for ever: leave out @VERSION, --if-absent and --wait")
     limit = options.wait_of(wait, owners, if_absent=if_absent)
     if metrics and not following:
-        raise click.UsageError("--metrics are of a command that stays: give --follow, or leave it out")
+        raise click.UsageError("--metrics works only with --follow: give both, or leave it out")
     common: dict[str, Any] = {
         "directory": directory,
         "certificates": certificates,
@@ -495,7 +498,7 @@ class _ExportMetrics(exporter.Meter):
 
         self._connections = Gauge("cubroker_export_connections", "Peers that are connected.")
         self._readers = Gauge("cubroker_export_readers", "Peers that read a version.")
-        self._drafts = Gauge("cubroker_export_drafts", "Versions that are offered while they come.")
+        self._drafts = Gauge("cubroker_export_drafts", "Versions that are offered while they are being fetched.")
         self._bytes = Counter("cubroker_export_read_bytes", "Bytes that peers say they have read.", ["pool"])
         self._versions = Counter("cubroker_export_versions", "Versions that peers have read whole.", ["pool"])
         self._refusals = Counter("cubroker_export_refusals", "Requests that were refused.", ["code"])
@@ -528,13 +531,17 @@ class _FetchMetrics:
 
         self._bytes = Counter("cubroker_fetch_bytes", "Bytes of versions that were fetched.", ["pool"])
         self._parts = Counter(
-            "cubroker_fetch_part_bytes", "Bytes of these from hosts that were still fetching themselves.", ["pool"]
+            "cubroker_fetch_part_bytes",
+            "Bytes of versions that came from hosts that were still fetching themselves.",
+            ["pool"],
         )
-        self._seconds = Histogram("cubroker_fetch_seconds", "How long a version took.", ["pool"], buckets=BUCKETS)
+        self._seconds = Histogram(
+            "cubroker_fetch_seconds", "Seconds that the fetch of a version took.", ["pool"], buckets=BUCKETS
+        )
         self._version = Gauge(
             "cubroker_fetch_version", "The last version that was fetched, by its number here.", ["pool"]
         )
-        self._failures = Counter("cubroker_fetch_failures", "Attempts that failed, and were made again.", ["code"])
+        self._failures = Counter("cubroker_fetch_failures", "Failed attempts to fetch, which were repeated.", ["code"])
 
     def fetched(self, result: Fetched) -> None:
         """Count a version that was fetched."""

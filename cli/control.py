@@ -65,7 +65,7 @@ def drain(directory: Path, wait: float | None, off: bool) -> None:
     the broker, and those in its setting admins.
     """
     if off and wait is not None:
-        raise click.UsageError("--off has the broker lend again at once: leave out --wait")
+        raise click.UsageError("--off ends the draining and waits for nothing: leave out --wait")
     with options.connect(directory) as broker:
         broker.drain(on=not off)
         if off:
@@ -94,7 +94,7 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             who = format.count(len(told), "client")
-            reason = f"{who} still held something after {seconds:g} s; the broker lends nothing all the same, until:"
+            reason = f"{who} still held something after {seconds:g} s; the broker still lends nothing new, until:"
             raise TimedOut(f"{reason} cubroker drain --off")
         broker.wait_draining(min(LOOK, left), over=bool(broker.draining))
         # The notice of draining may still be on its way, or draining ended before this process read it: ask.

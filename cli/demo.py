@@ -83,7 +83,7 @@ def demo(path: Path | None, folder: Path | None, seed: int | None) -> None:
         format.say(f"{written}: {demo_weights.MODEL} in names, types and shapes, with random values")
         return
     if seed is not None:
-        raise click.UsageError("--seed is of --weights: give both, or leave it out")
+        raise click.UsageError("--seed works only with --weights: give both, or leave it out")
     devices, what = _devices()
     try:
         with DemoStage() as stage:

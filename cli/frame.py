@@ -336,7 +336,7 @@ class Frame:
         window = self.choice.window(len(pools), len(pools) if room is None else room)
         if not pools:
             nothing = "No pools: nothing has been loaded yet, or everything is retired."
-            yield from self._sentence(f"No pool is like that{self._escape}." if view.pools else nothing)
+            yield from self._sentence(f"No pool matches{self._escape}." if view.pools else nothing)
             return
         names = [f"{format.printable(pool.name)}@{pool.version}" for pool in pools]
         held = processes.holders([client for client in view.clients if client.session != self.own])
@@ -410,7 +410,7 @@ class Frame:
         if not clients:
             others = any(client.session != self.own for client in view.clients)
             none = "No process is attached, or none of this user."
-            yield from self._sentence(f"No process is like that{self._escape}." if others else none)
+            yield from self._sentence(f"No process matches{self._escape}." if others else none)
             return
         columns = {title: cell for title, cell in processes.columns(clients, now).items() if not title.startswith("~")}
         cells = [[cell(client) for cell in columns.values()] for client in shown]

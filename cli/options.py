@@ -175,7 +175,7 @@ def plan(value: str) -> dict[str, str]:
     try:
         found = parse_json(path.read_bytes(), Plan)
     except FormatError as error:
-        reason = f'{path} is no plan, as {{"layers.1.*": 1, "*": 0}} is one: {error}'
+        reason = f'{path} is no plan: {error}; a plan is JSON such as {{"layers.1.*": 1, "*": 0}}'
         raise click.BadParameter(reason) from None
     return {tensor: str(device) for tensor, device in found.items()}
 
@@ -277,7 +277,7 @@ owners = click.option(
     "owners",
     multiple=True,
     metavar="USER",
-    help="Whose version does with --if-absent, besides this user's, root's and the broker's."
+    help="Whose version suffices for --if-absent, besides this user's, root's and the broker's."
     "  [default: $CUBROKER_OWNER]",
 )
 
@@ -295,7 +295,7 @@ def wait(what: str) -> Callable[[Decorated], Decorated]:
 def wait_of(given: float | None, owners: Sequence[str], *, if_absent: bool) -> float:
     """Return the seconds to wait; owners without ``--if-absent`` are wrong usage."""
     if owners and not if_absent:
-        raise click.UsageError("--owner says whose version does with --if-absent; leave it out, or give both")
+        raise click.UsageError("--owner says whose version suffices for --if-absent; leave it out, or give both")
     return given if given is not None else MAX_WAIT if if_absent else 0.0
 
 

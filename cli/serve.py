@@ -103,7 +103,7 @@ def given(command: Callable[..., int]) -> Callable[..., int]:
     type=options.PATH,
     envvar=FILE_VARIABLE,
     metavar="FILE",
-    help="Settings in TOML; the environment comes before it, and options before that.",
+    help="Settings in TOML; the environment overrides them, and options override both.",
 )
 @given
 def serve(file: Path | None, given: Mapping[str, str]) -> int:

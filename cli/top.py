@@ -76,7 +76,7 @@ SPLIT = 0.05
 
 
 @click.command("top")
-@click.option("--once", is_flag=True, help="Show it once, all pools of it, and end; also where there is no terminal.")
+@click.option("--once", is_flag=True, help="Print it once, with all pools, and end; needs no terminal.")
 @click.option(
     "--every",
     type=options.Seconds(0.2, 3600),

@@ -238,9 +238,14 @@ def read_answer(status: int, out: bytes, errors: bytes, kind: type[R]) -> R | Tr
     if status == 0 and lines:
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(lines[-1], type=kind)
+    if status < 0:
+        try:
+            return Trial("died", detail=signal.Signals(-status).name)
+        except ValueError:  # a real-time signal
+            return Trial("died", detail=f"signal {-status}")
     said = errors.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
-    return Trial("died", detail=f"{signal.Signals(-status).name}" if status < 0 else f"status {status}: {last}")
+    return Trial("died", detail=f"status {status}: {last}")
 
 
 if __name__ == "__main__":

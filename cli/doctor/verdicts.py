@@ -274,7 +274,7 @@ def _peers(device: DeviceFacts) -> Finding:
 def _multicast(device: DeviceFacts) -> Finding:
     """Judge multicast by what the device and the settings say, since it is never tried."""
     if device.multicast is None:
-        return Finding(False, "the driver is too old to have heard of it", _INSTEAD)
+        return Finding(False, "the driver is too old to support it", _INSTEAD)
     if device.obstacle is not None:
         change = "; to have it, change that setting" if device.multicast else ""
         return Finding(False, device.obstacle, _INSTEAD + change)
@@ -372,8 +372,8 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
             (
                 host.namespace,
                 None,
-                "user ids are those of a namespace: users of others are one and the same to a broker here",
-                "run the broker outside of it if its owners, modes and quotas are to tell users apart",
+                "this is a user namespace: a broker in it cannot tell users of other namespaces apart",
+                "run the broker outside of the namespace if owners, modes and quotas have to tell users apart",
             ),
             (True, True, "user ids are the machine's own", ""),
         ),
@@ -444,7 +444,7 @@ def _descriptors(host: HostFacts) -> Cases:
 def _locked_memory(host: HostFacts) -> Cases:
     """Whether a process may lock as much memory as sharing by other means than cubroker may need."""
     locked = "any amount" if host.locked < 0 else format.size(host.locked)
-    little = f"{locked} may be locked; the GPU driver does not count, but RDMA and others may need more"
+    little = f"{locked} may be locked; what the GPU driver locks does not count, but RDMA and others may need more"
     how = "`--ulimit memlock=-1`" if host.container else "LimitMEMLOCK=infinity"
     return (
         (0 <= host.locked < ENOUGH_LOCKED, None, little, f"should they fail: {how}"),
@@ -464,7 +464,7 @@ def _container(host: HostFacts) -> Cases:
 
 def _broker(found: BrokerFacts) -> Cases:
     drained = f"{found.message}, and lends nothing new: {found.obstacle}"
-    lend = "`cubroker drain --off` has one lend again that was drained by hand; start one anew that was told to end"
+    lend = "if it was drained by hand, `cubroker drain --off` has it lend again; if it was told to end, start another"
     return (
         (found.obstacle, None, drained, lend),
         (True, {"": True, "absent": None}.get(found.code, False), *_split(found.message)),

@@ -352,9 +352,9 @@ def test_nothing_is_said_in_a_sentence() -> None:
     nobody = Choice(listed=CLIENTS)
     assert lines(scenes.view(1, 0), choice=nobody)[-1] == "No process is attached, or none of this user."
     nobody.filter = "none such"
-    assert lines(scenes.view(1, 5), choice=nobody)[-1] == "No process is like that.", "once, where no key is read"
-    assert "No process is like that; Escape shows all." in lines(scenes.view(1, 5), height=24, choice=nobody)
-    assert lines(scenes.view(1, 5), choice=Choice(filter="none such"))[-1] == "No pool is like that."
+    assert lines(scenes.view(1, 5), choice=nobody)[-1] == "No process matches.", "once, where no key is read"
+    assert "No process matches; Escape shows all." in lines(scenes.view(1, 5), height=24, choice=nobody)
+    assert lines(scenes.view(1, 5), choice=Choice(filter="none such"))[-1] == "No pool matches."
 
 
 def test_whatever_is_there_has_a_part_of_the_bar_however_small() -> None:
@@ -494,7 +494,7 @@ def test_a_filter_is_typed_and_taken_back(crowd: View) -> None:
     assert choice.press("q", []) is False, "what is typed is no key any more"
     assert set(pools(pressed(crowd, "/", *"*-1@?", keys.ENTER)[1])) <= {n for n in pools(lines(crowd)) if "-1@" in n}
     _, drawn = pressed(crowd, "/", *"none such", keys.ENTER)
-    assert "No pool is like that; Escape shows all." in drawn
+    assert "No pool matches; Escape shows all." in drawn
     assert drawn[-2].startswith("0 pools, by size")
     assert len(pools(pressed(crowd, "/", *"qwen", keys.ESCAPE)[1])) == len(pools(pressed(crowd)[1]))
     assert pressed(crowd, "/", *"qwen", keys.ENTER, "d", keys.ESCAPE)[0].filter == ""

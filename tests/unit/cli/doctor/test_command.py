@@ -121,7 +121,9 @@ def test_a_broker_that_drains_is_a_note(broker: BrokerProcess) -> None:
     expected = (
         "note  a broker answers, with 2 devices, and lends nothing new: its operator wants everything to be given back"
     )
-    assert re.search(rf"  broker +{expected}\n +-> `cubroker drain --off` has one lend again", done.stdout)
+    assert re.search(
+        rf"  broker +{expected}\n +-> if it was drained by hand, `cubroker drain --off` has it", done.stdout
+    )
 
 
 @pytest.mark.slow
@@ -258,6 +260,7 @@ def test_a_driver_that_does_not_even_say_what_there_is_is_a_finding(tmp_path: Pa
     ("program", "detail"),
     [
         (f"import os; os.kill(os.getpid(), {signal.SIGSEGV:d})", "SIGSEGV"),
+        (f"import os; os.kill(os.getpid(), {signal.SIGRTMIN + 1:d})", f"signal {signal.SIGRTMIN + 1:d}"),
         ("raise SystemExit('no bindings')", "status 1: no bindings"),
         ("raise SystemExit(3)", "status 3: it said nothing"),
         ("print('no JSON')", "status 0: it said nothing"),

@@ -338,7 +338,7 @@ def test_of_a_service_that_is_not_there_nothing_is_said() -> None:
         ("locked memory", replace(HOST, locked=65536, container="podman"), None, "64.0 KiB", "--ulimit memlock"),
         ("locked memory", replace(HOST, locked=1 << 30), True, "1.0 GiB", ""),
         ("container", replace(HOST, container="lxc"), None, "lxc", "mount the broker's directory"),
-        ("user namespace", replace(HOST, namespace=True), None, "one and the same", "outside"),
+        ("user namespace", replace(HOST, namespace=True), None, "in it cannot tell", "outside"),
         (
             "directory",
             replace(HOST, directory=replace(DIRECTORY, invalid="too long; shorten")),
