@@ -394,7 +394,7 @@ def test_a_link_that_is_cut_is_an_error_when_the_patience_ends(hosts: list[Host]
         finally:
             one.mend()
     assert status == 3
-    assert "did not answer" in why or "brought nothing" in why or "could not be read" in why
+    assert "did not answer" in why or "delivered nothing" in why or "could not be read" in why
     assert pools(two) == []
 
 
