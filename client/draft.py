@@ -180,7 +180,8 @@ class Draft(Pool):
         """Return a function that returns the digests, given or computed; it refers to none of the memory."""
         if self._scratch:
             raise Unsupported(
-                f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without"
+                f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without a"
+                f" digest"
             )
         if self._session.version < DIGESTS:
             raise Unsupported(

@@ -67,7 +67,7 @@ def _check_stays(version: Version) -> None:
     if version.share == MULTICAST or (version.plan is None and len(version.replicas) > 1):
         raise errors.Unsupported(
             f"{version.label} cannot be sealed in place: it is shared as {version.share}, and has"
-            f" {len(version.replicas)} replicas, of which a reader has one; seal it, and attach to it"
+            f" {len(version.replicas)} replicas, and a reader has only one; seal it without in_place, and attach to it"
         )
     if any(each.ticket.version != version.number for each in version.allocations):
         raise errors.Unsupported(
@@ -184,7 +184,8 @@ def sealed_digests(version: Version, body: messages.Seal | messages.SealInPlace)
         return None
     if version.writable:
         raise errors.Unsupported(
-            f"{version.label} is writable by its readers, so a digest would not tell what it holds; seal it without"
+            f"{version.label} is writable by its readers, so a digest would not tell what it holds; seal it without a"
+            f" digest"
         )
     if not digests_fit(version, digests):
         raise errors.Invalid(

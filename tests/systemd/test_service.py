@@ -183,6 +183,7 @@ def test_a_broker_that_hangs_is_started_again_with_what_it_had(service: Service)
     service.lab.systemctl("restart", SERVICE)
     service.publish("held")
     with Client(service.lab, "hold", "held") as holder:
+        assert service.lab.show(SERVICE, "TimeoutAbortUSec") == "5s"  # as `cubroker keep` waits before it kills
         service.signal(signal.SIGSTOP)
         eventually(lambda: service.starts_again, "the watchdog to act")
         service.serves()
