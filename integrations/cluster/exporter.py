@@ -253,7 +253,7 @@ class Exporter:
     def reload(self) -> None:
         """Use the certificates that are in the folder now, for new connections.
 
-        If every host refuses them, a line in the log says so; peers that were revoked are kept out all the same.
+        If hosts refuse them, a line in the log says so; peers that were revoked are kept out all the same.
 
         Raises:
             CubrokerError: as :func:`~cubroker.integrations.cluster.identity.serving_context`; nothing has changed then.

@@ -83,8 +83,8 @@ def check_serving(context: ssl.SSLContext, folder: Path) -> None:
     The name by which hosts connect is not checked: it is not known here.
 
     Raises:
-        Invalid: every host would refuse it: it is expired, not yet valid, revoked, of another authority or not for
-            servers.
+        Invalid: hosts with the same authority and list would refuse it: it is expired, not yet valid, revoked, of
+            another authority, not for servers or of a key that TLS has no use for; or the list is not of the authority.
     """
     asking, incoming, outgoing = asking_context(folder), ssl.MemoryBIO(), ssl.MemoryBIO()
     asking.check_hostname = False
@@ -94,10 +94,11 @@ def check_serving(context: ssl.SSLContext, folder: Path) -> None:
         for side in (peer, own, peer):
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
-    except ssl.SSLCertVerificationError as error:
+    except ssl.SSLError as error:
+        why = getattr(error, "verify_message", None) or error.reason or error
         raise Invalid(
-            f"every host refuses an exporter that has {folder / CERTIFICATE}: {error.verify_message}; issue another"
-            " certificate with `cubroker certificates issue --host`"
+            f"hosts with {CA} and {REVOKED} of that folder refuse an exporter that has {folder / CERTIFICATE}: {why}; issue"
+            f" another certificate with `cubroker certificates issue --host`, or put the right {CA} and {REVOKED} there"
         ) from None
 
 

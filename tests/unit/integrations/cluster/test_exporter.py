@@ -205,6 +205,8 @@ def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
 def test_a_certificate_that_no_peer_takes_does_not_serve(
     directory: Path, certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     new = partial(identity.issue, certificates.authority, user="root", hosts=[HOST])
     lost = new(folder=tmp_path / "lost").parent
     identity.revoke(certificates.authority, lost).rename(lost / "crl.pem")
@@ -213,18 +215,31 @@ def test_a_certificate_that_no_peer_takes_does_not_serve(
     with monkeypatch.context() as patch:
         patch.setattr(identity, "EARLY", timedelta(days=-1))
         early = new(folder=tmp_path / "early", days=2).parent
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "_new_key", lambda: ec.generate_private_key(ec.SECP256K1()))
+        odd = new(folder=tmp_path / "odd").parent
     for folder, why in (
         (certificates.of("root", HOST, days=-0.001), "certificate has expired"),
         (early, "certificate is not yet valid"),
         (foreign, "unable to get local issuer certificate"),
         (certificates.of("root"), "unsuitable certificate purpose"),
         (lost, "certificate revoked"),
+        (odd, "UNSUPPORTED_PROTOCOL"),  # TLS 1.3 has no signatures on that curve
     ):
-        with pytest.raises(
-            Invalid, match=f"every host refuses an exporter that has .*cert.pem: .*{why}; issue another"
-        ):
+        with pytest.raises(Invalid, match=f"refuse an exporter that has .*cert.pem: .*{why}; issue another"):
             exporter.Exporter(directory, folder)
     exporter.Exporter(directory, _of_servers(certificates, tmp_path))  # one that fetches nothing
+
+
+def test_the_list_of_another_authority_is_named_where_it_has_a_certificate_refused(
+    directory: Path, certificates: Certificates, tmp_path: Path
+) -> None:
+    folder = identity.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    other = identity.make_authority(tmp_path / "other").parent
+    lost = identity.issue(other, tmp_path / "lost", "root")
+    identity.revoke(other, lost).rename(folder / "crl.pem")
+    with pytest.raises(Invalid, match=r"CRL signature failure; .*, or put the right ca\.pem and crl\.pem there"):
+        exporter.Exporter(directory, folder)
 
 
 def test_revoked_ones_are_refused_after_a_reload_also_where_the_own_one_is_revoked(
@@ -238,7 +253,7 @@ def test_revoked_ones_are_refused_after_a_reload_also_where_the_own_one_is_revok
             revoked = identity.revoke(certificates.authority, each)
         revoked.rename(folder / "crl.pem")
         serving.call(serving.service.reload)
-        assert "every host refuses an exporter that has " in caplog.text
+        assert "refuse an exporter that has " in caplog.text
         with pytest.raises(Denied, match="was revoked"):
             serving.greet(peer)
 
