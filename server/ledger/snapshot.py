@@ -23,6 +23,7 @@ way after a mistake.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,7 +112,10 @@ class ChangeRecorder:
             if self._counters is None:
                 found.append((FORMAT_KEY, encode(FORMAT)))
             found.append((COUNTERS_KEY, encode(now)))
-        tables.dirty_keys, self._counters = {}, now  # not before: encoding a value may fail for want of memory
+        tables.dirty_keys, self._counters = (
+            OrderedDict(),
+            now,
+        )  # not before: encoding a value may fail for want of memory
         return found
 
 

@@ -130,7 +130,7 @@ class Tables:
     #: Places taken when the snapshot was loaded; they may exceed the store's.
     grandfathered_store: int = 0
     #: Entries changed since they were written last; None: nothing is written.
-    dirty_keys: dict[DirtyKey, None] | None = field(init=False)
+    dirty_keys: OrderedDict[DirtyKey, None] | None = field(init=False)
     #: False while a restored ledger is being told of lost sessions and memory.
     resumed: bool = True
     #: The parts of the snapshot that contradicted the rest and were dropped or lost, one sentence each.
@@ -151,7 +151,7 @@ class Tables:
     def __post_init__(self, devices: Sequence[Budget]) -> None:
         self.accounts = {device.uuid: DeviceAccount(device) for device in devices}
         assert len(self.accounts) == len(devices), "two devices with one UUID"
-        self.dirty_keys = None if self.store is None else {}
+        self.dirty_keys = None if self.store is None else OrderedDict()
         self.outlives_broker = self.store is not None
 
     def lends(self, *, durable: bool) -> bool:
@@ -166,8 +166,8 @@ class Tables:
         """Note that a snapshot entry changed, was added or is gone; the one noted last is written last."""
         if self.dirty_keys is not None:
             key = kind, number, name
-            self.dirty_keys.pop(key, None)
             self.dirty_keys[key] = None
+            self.dirty_keys.move_to_end(key)  # takes no memory: what was noted before is not lost for want of it
 
     def note(self, record: Session | Pool, text: str) -> None:
         """Add an event, with the present time, to the log of a session or a pool."""

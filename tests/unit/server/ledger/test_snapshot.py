@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import msgspec
 import pytest
@@ -370,6 +371,25 @@ def test_the_record_has_names_without_versions_in_the_order_in_which_they_are_fo
     first, second, third = names()
     story.quietly(attaches(1, 4, first, wait=5.0), asks(1, 5, m.Cancel(4)))
     assert names() == second + third + first
+
+
+def test_a_change_noted_again_without_memory_is_written_all_the_same() -> None:
+    testing = pytest.importorskip("_testcapi")
+    lost = []
+    for count, spared in product(range(1, 100), range(3)):
+        table = Story(store=100).ledger._tables
+        for number in range(count):
+            table.mark_dirty(entries.Kind.NAME, name=f"n{number}")
+        testing.set_nomemory(spared)
+        try:
+            table.mark_dirty(entries.Kind.NAME, name="n0")
+        except MemoryError:
+            pass
+        finally:
+            testing.remove_mem_hooks()
+        if (entries.Kind.NAME, 0, "n0") not in (table.dirty_keys or {}):
+            lost.append(count)
+    assert not lost
 
 
 def test_a_batch_is_recorded_as_it_ended() -> None:
