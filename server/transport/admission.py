@@ -328,8 +328,8 @@ class Sessions:
     def welcome(self, session: SessionConnection) -> None:
         """Tell a client that its session is open."""
         welcome = Welcome(session.version, session.number, session.secret, self._driver.spec, os.geteuid())
-        session.welcome(wire.pack(wire.for_version(welcome, session.version)))
-        if self._log:
+        sent = session.welcome(wire.pack(wire.for_version(welcome, session.version)))
+        if sent and self._log:  # else the next broker answers again, which has no effect on one that was answered
             self._log.opened(session, welcomed=True)
         if why := self._ledger.drain_reason:
             session.notify(Draining(why))

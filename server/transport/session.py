@@ -29,6 +29,8 @@ little memory is left."""
 
 PAUSE = 0.05  #: Seconds after which a send that failed with such an error is tried again.
 
+WELCOME = ".welcome"  #: The key of the answer to a greeting among what waits.
+
 
 def label(session: int) -> str:
     """Return the name under which a session's descriptors are stored."""
@@ -175,11 +177,15 @@ class SessionConnection:
             log.debug("session %d: %s", self.number, error)
         return True
 
-    def welcome(self, answer: bytes) -> None:
-        """Answer the greeting. The client takes the first packet for this answer, so no notice is sent before it."""
-        self._waiting = {".welcome": answer, **self._waiting}
+    def welcome(self, answer: bytes) -> bool:
+        """Answer the greeting, now or later; return whether the answer was sent.
+
+        The client takes the first packet for this answer, so no notice is sent before it.
+        """
+        self._waiting = {WELCOME: answer, **self._waiting}
         self.welcomed = True
         self._drain()
+        return WELCOME not in self._waiting
 
     def notify(self, item: Notice | FdTransfer) -> None:
         """Send a notice or descriptors now, or when the client was welcomed and has read the earlier ones."""

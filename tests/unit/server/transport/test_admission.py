@@ -3,6 +3,8 @@ store in this process, clients at the other ends of socketpairs."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import select
 import socket
@@ -40,7 +42,7 @@ from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
-from cubroker.server.transport.session_journal import SessionLog
+from cubroker.server.transport.session_journal import SessionLog, recall
 from tests.brokers import PATIENCE
 from tests.stores import ROOM, FdStore
 from tests.unit.server.loops import Gateway, run, until
@@ -220,6 +222,29 @@ def test_a_session_that_waits_to_be_welcomed_is_told_of_nothing_else_before(fdst
             await until(lambda: speaks(newcomer))
             assert isinstance(hears(newcomer), Welcome)
             assert Draining(stage.ledger.drain_reason) in told(newcomer)
+            newcomer.close()
+
+    run(test())
+
+
+def test_a_client_that_could_not_be_welcomed_yet_is_so_by_the_next_broker(
+    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> int:
+        raise OSError(errno.ENOBUFS, "no memory now")
+
+    async def test() -> None:
+        with attended(fdstore) as (stage, _, _):
+            with monkeypatch.context() as patch:
+                patch.setattr(socket.socket, "send", short)
+                newcomer = stage.greets()
+                await until(lambda: not stage.broker.sessions.unwelcomed)
+                await asyncio.sleep(0)
+                stage.queue.put(GatewayStarted())
+            remembered, _ = recall(dict(stage.store.journal.items()), [1, 2])
+            assert [remembered[number].welcomed for number in (1, 2)] == [True, False]
+            await until(lambda: speaks(newcomer))
+            assert isinstance(hears(newcomer), Welcome)
             newcomer.close()
 
     run(test())
