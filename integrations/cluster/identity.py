@@ -23,6 +23,7 @@ import fcntl
 import ipaddress
 import os
 import pwd
+import re
 import ssl
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ LOCK = "crl.lock"
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """The random id that the kernel chose when this host started."""
+
+_NUMBERS = r"(?i:(0x[0-9a-f]+|[0-9]*)(\.(0x[0-9a-f]+|[0-9]*))*)"
+"""Texts that are an IPv4 address or none, and no name."""
 
 READ = 4
 """The bit of a mode that lets a class of users attach."""
@@ -471,10 +475,11 @@ def can_be_host(host: str) -> bool:
     False also for an address that the user did not mean: these functions read ``1.2.3`` as ``1.2.0.3``.
     """
     try:
-        known = bool(host.encode("idna")) and host.isprintable() and not any(c in " /[]" for c in host)
+        read = host.encode("idna").decode()  # as these functions do, so that other digits become ASCII ones
     except UnicodeError:  # a part is empty, or too long
         return False
-    return known and (host.strip("0123456789.") != "" or _address(host) is not None)
+    known = bool(read) and host.isprintable() and not any(c in " /[]" for c in host)
+    return known and (_address(host) is not None or not re.fullmatch(_NUMBERS, read))
 
 
 def check_host(host: str) -> None:

@@ -47,6 +47,7 @@ def test_an_address_is_a_host_and_perhaps_a_port(text: str, host: str, port: int
         *("[]", "[]:80", "[::1", "[::1:80", "::1]", "gpu]", "[gpu", "[::1]80", "[::1]:", "[[::1]]"),
         *(".", "a..b", ".a", "a" * 64, f"{'a' * 64}.example:80"),
         *("1.2.3", "1.2.3:80", "10.0.0.256", "10.0.0.1.", "7:80"),
+        *("\uff11.\uff12.\uff13", "1\u30022\u30023", "0x7f.1", "0X10:80"),  # other digits, other dots, hexadecimal
     ],
 )
 def test_what_names_no_exporter_says_how_one_is_written(text: str) -> None:
