@@ -101,8 +101,9 @@ def check_serving(context: ssl.SSLContext, folder: Path) -> None:
     except ssl.SSLError as error:
         why = getattr(error, "verify_message", None) or error.reason or error
         raise Invalid(
-            f"hosts with {CA} and {REVOKED} of that folder refuse an exporter that has {folder / CERTIFICATE}: {why}; issue"
-            f" another certificate with `cubroker certificates issue --host`, or put the right {CA} and {REVOKED} there"
+            f"hosts with {CA} and {REVOKED} of that folder refuse an exporter that has {folder / CERTIFICATE}: {why};"
+            f" issue another certificate with `cubroker certificates issue --host`, or put the right {CA} and {REVOKED}"
+            " there"
         ) from None
 
 
