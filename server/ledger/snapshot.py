@@ -112,10 +112,8 @@ class ChangeRecorder:
             if self._counters is None:
                 found.append((FORMAT_KEY, encode(FORMAT)))
             found.append((COUNTERS_KEY, encode(now)))
-        tables.dirty_keys, self._counters = (
-            OrderedDict(),
-            now,
-        )  # not before: encoding a value may fail for want of memory
+        # Not before: encoding a value may fail for lack of memory.
+        tables.dirty_keys, self._counters = OrderedDict(), now
         return found
 
 
