@@ -2,6 +2,7 @@
 # Becomes the first process of new namespaces, and then systemd: see lab.py.
 # $1: where a Python lives, $2: where packages that cubroker needs are installed.
 set -eu
+PATH=$PATH:/usr/sbin:/sbin  # which `su` leaves out
 
 mount -t proc proc /proc
 mount --bind /proc/sys /proc/sys

@@ -138,19 +138,16 @@ def test_a_close_waits_for_its_end_though_what_brought_the_thing_is_still_busy(
 ) -> None:
     """A thread that is preempted after it has woken the caller must not have a reference of its own."""
     publish(client, name)
-    busy, go_on, wait, caller = list[Future[Any]](), threading.Event(), Future.wait, threading.current_thread()
+    busy, go_on, take = list[Future[Any]](), threading.Event(), Future.take
 
-    def pause(future: Future[Any]) -> None:
-        if threading.current_thread() is not caller and isinstance(future.result(0), tuple | LockRef) and not busy:
+    def pausing(future: Future[Any], box: list[Any]) -> None:
+        brought = isinstance(box[0], tuple | LockRef)
+        take(future, box)
+        if brought and not busy:
             busy.append(future)
             assert go_on.wait(PATIENCE)
 
-    def waiting(future: Future[Any], timeout: float | None = None) -> bool:
-        if not future.done():
-            future.when_done(partial(pause, future))
-        return wait(future, timeout)
-
-    monkeypatch.setattr(Future, "wait", waiting)
+    monkeypatch.setattr(Future, "take", pausing)
     thing = ask(client, name)
     eventually(lambda: busy, "the thread to pause")
     try:
