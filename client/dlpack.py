@@ -76,6 +76,11 @@ _pointer.restype = ctypes.c_void_p
 _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
+def versioned_struct(capsule: object) -> _Versioned:
+    """Return the struct in a versioned capsule, in place: it is valid while the capsule lives."""
+    return _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+
+
 _is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _is_valid.restype = ctypes.c_int
 _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
@@ -148,7 +153,7 @@ def borrow(array: Any, stream: int | None = None) -> Borrowed:
     except TypeError:  # of a library that knows no DLPack 1.0
         capsule = array.__dlpack__(**asked)
     if _is_valid(capsule, b"dltensor_versioned"):
-        tensor = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned")).tensor
+        tensor = versioned_struct(capsule).tensor
     else:
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     kind, rank = tensor.dtype, tensor.ndim
@@ -203,7 +208,7 @@ def export(
     """
     if versioned and hasattr(carrier, "__array_interface__"):
         capsule = carrier.__dlpack__(max_version=(1, 0))
-        managed = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
+        managed = versioned_struct(capsule)
         managed.flags |= READ_ONLY if readonly else 0
         tensor = managed.tensor
     else:

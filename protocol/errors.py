@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,6 +174,14 @@ def remedy(error: Exception) -> str:
     """Return what to do about an error; empty if only the caller knows."""
     known = OF_PROCESSES if getattr(error, "filename", None) is None else OF_PROCESSES | OF_FILES
     return known.get(getattr(error, "errno", None) or 0, "")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal that ended a process; real-time signals have only a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def explain(error: Exception, known: str | os.PathLike[str] = "") -> str:

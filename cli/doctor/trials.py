@@ -23,6 +23,7 @@ from cubroker.cli.doctor.facts import DeviceFacts, DriverFacts, Survey, Trial
 from cubroker.driver import Context, Device, Driver, DriverError, load
 from cubroker.driver.buffers import round_up
 from cubroker.protocol.encoding import encode, encode_json
+from cubroker.protocol.errors import signal_name
 from cubroker.protocol.messages import IPC, VMM
 from cubroker.server.hardening import PR_SET_PDEATHSIG, prctl, python_command
 
@@ -239,10 +240,7 @@ def read_answer(status: int, out: bytes, errors: bytes, kind: type[R]) -> R | Tr
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(lines[-1], type=kind)
     if status < 0:
-        try:
-            return Trial("died", detail=signal.Signals(-status).name)
-        except ValueError:  # a real-time signal
-            return Trial("died", detail=f"signal {-status}")
+        return Trial("died", detail=signal_name(-status))
     said = errors.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
     return Trial("died", detail=f"status {status}: {last}")

@@ -7,7 +7,6 @@ is native code, and a source that misbehaves can end the engine's process, but n
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,16 @@ from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, Sta
 from cubroker.integrations.cluster.sources import WIDTH
 from cubroker.protocol import fields
 from cubroker.protocol.encoding import encode_json
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, Unavailable, Unsupported, from_code
+from cubroker.protocol.errors import (
+    CubrokerError,
+    Denied,
+    Invalid,
+    NotFound,
+    Unavailable,
+    Unsupported,
+    from_code,
+    signal_name,
+)
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO
 from cubroker.protocol.paths import find_directory
@@ -296,8 +304,4 @@ def _read(line: bytes) -> StatusLine:
 def _end(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}; its log says why"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-status}"
-    return f"was ended by {name}: the engine failed, or was killed"
+    return f"was ended by {signal_name(-status)}: the engine failed, or was killed"

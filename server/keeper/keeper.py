@@ -26,7 +26,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cubroker.protocol.errors import Invalid, Unavailable, explain
+from cubroker.protocol.errors import Invalid, Unavailable, explain, signal_name
 from cubroker.server.hardening import hide
 from cubroker.server.keeper import child
 from cubroker.server.keeper.child import (
@@ -332,14 +332,7 @@ def _last_status(run: Run) -> str:
 def _how(status: int) -> str:
     """Say how a process ended, by its wait status."""
     code = os.waitstatus_to_exitcode(status)
-    return f"ended with status {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
+    return f"ended with status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
 
 
 class StderrLog:

@@ -72,7 +72,7 @@ def not_lending(tables: Tables) -> str:
     why, hint = (
         (BY_HAND, "go on without, or ask again later") if tables.drained else (ENDING, "start it again, or wait")
     )
-    return f"the broker grants no new leases: {why}; {hint}"
+    return f"the broker lends nothing new: {why}; {hint}"
 
 
 def drain_reason(tables: Tables) -> str:

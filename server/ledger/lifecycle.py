@@ -143,7 +143,7 @@ def drain(tables: Tables, session: Session, body: Drain) -> Done:
             )
         raise Denied(f"user {uid} may not drain the broker; {advice}")
     if tables.shutdown_leases is not None and not body.on:
-        raise Unavailable(f"the broker grants no new leases: {error_text.ENDING}; wait until it was started again")
+        raise Unavailable(f"the broker lends nothing new: {error_text.ENDING}; wait until it was started again")
     before, tables.drained = error_text.drain_reason(tables), body.on
     _refuse_waiters(tables)
     if (now := error_text.drain_reason(tables)) != before:

@@ -261,11 +261,7 @@ class LedgerObserver:
     def _after(self, event: LedgerEvent, effects: Collection[Effect]) -> None:
         if isinstance(event, RequestReceived):
             if isinstance(event.body, Drain) and Respond(event.session, event.request, Done()) in effects:
-                lends = (
-                    "drains the broker, which grants no new leases"
-                    if event.body.on
-                    else "has the broker grant leases again"
-                )
+                lends = "drains the broker, which lends nothing new" if event.body.on else "has the broker lend again"
                 self._log(logging.INFO, self._ledger.holder(event.session), lends)
         elif isinstance(event, SessionOpened):
             self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cubroker.client import Broker, SharedTensor
+from cubroker.client.dlpack import versioned_struct
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
 from tests.brokers import BrokerProcess, eventually
-from tests.unit.client.capsules import READ_ONLY, managed
 from tests.unit.client.conftest import content, leases, publish
 from tests.unit.client.test_tensor import EVERY, on_gpu
 
@@ -100,8 +100,8 @@ def test_a_consumer_of_dlpack_1_gets_a_versioned_capsule(
     with client.attach(name) as pool:
         capsule = pool["weight"].__dlpack__(max_version=max_version)
         assert "dltensor_versioned" in repr(capsule)
-        assert managed(capsule).flags & READ_ONLY
-        assert managed(capsule).major == 1
+        assert versioned_struct(capsule).flags & 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+        assert versioned_struct(capsule).major == 1
         del capsule
 
 
@@ -119,7 +119,7 @@ def test_an_older_consumer_gets_the_old_capsule(client: Broker, name: str, max_v
 def test_a_gpu_tensor_is_exported_for_its_device_and_its_memory_left_alone() -> None:
     tensor, _ = on_gpu("BF16", (2, 3))
     for stream in (None, -1, 1, 2, 0x1234):
-        found = managed(tensor.__dlpack__(stream=stream, max_version=(1, 0))).tensor
+        found = versioned_struct(tensor.__dlpack__(stream=stream, max_version=(1, 0))).tensor
         assert (found.device.type, found.device.id) == (2, 3)
         assert (found.data, found.ndim) == (tensor.pointer, 2)
         assert (found.dtype.code, found.dtype.bits, found.dtype.lanes) == (4, 16, 1)

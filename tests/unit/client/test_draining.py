@@ -50,7 +50,7 @@ def test_a_client_is_told_to_give_back_what_it_holds_and_the_broker_ends_when_it
         patient.process.send_signal(signal.SIGTERM)
         assert client.wait_draining()
         assert client.draining == "it was told to end"
-        with pytest.raises(Unavailable, match="grants no new leases: it was told to end"):
+        with pytest.raises(Unavailable, match="lends nothing new: it was told to end"):
             client.attach(name)
         assert pool["bias"].tobytes() == content("bias", pool["bias"].nbytes)
         pool.close()

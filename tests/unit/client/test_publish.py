@@ -27,7 +27,6 @@ from cubroker.protocol import Layout, messages
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import TORCH
-from tests.unit.client.capsules import DataType, managed
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 from tests.unit.client.scripts import run
 
@@ -531,7 +530,8 @@ def strange(code: int, width: int, lanes: int) -> Exports:
 
     def capsule(max_version: tuple[int, int]) -> object:
         made = np.zeros(8, np.uint8).__dlpack__(max_version=max_version)
-        managed(made).tensor.dtype = DataType(code, width, lanes)
+        dtype = dlpack.versioned_struct(made).tensor.dtype
+        dtype.code, dtype.bits, dtype.lanes = code, width, lanes
         return made
 
     return Exports(capsule)

@@ -242,7 +242,7 @@ def test_a_readers_lease_counts_for_its_quota_and_none_is_granted_by_a_broker_th
     story.joins(4, uid=1000)
     story.quietly(asks(4, 1, m.Drain(True)))
     story >> reads(3, 3)
-    story << refused(3, 3, "unavailable", "grants no new leases")
+    story << refused(3, 3, "unavailable", "lends nothing new")
     story >> asks(1, 3, m.Seal(1))
     story << e.CancelFds(1, 1) << answer(1, 3, m.Sealed(1))
 

@@ -108,7 +108,7 @@ def test_a_broker_that_makes_way_for_the_next_one_takes_creates_that_will_be_dur
     story.joins(1)
     story.quietly(e.ShutdownStarted(with_store=False))
     story >> creates(1, 1, "a", *(MIB,) * 5, share="auto", durable=None)
-    story << refused(1, 1, "unavailable", "grants no new leases")
+    story << refused(1, 1, "unavailable", "lends nothing new")
     story >> creates(1, 2, "a", MIB, share="auto", durable=None)
     story << e.Allocate(1, "GPU-0", (2 * MIB,), "vmm", durable=True)
 

@@ -74,7 +74,7 @@ def drains(story: Story, *told: int, on: bool = True) -> None:
 
 def test_a_broker_that_is_drained_lends_nothing_new_and_takes_back_what_it_lent(story: Story) -> None:
     drains(story, 1, 2, 3)
-    words = "grants no new leases", "its operator", "ask again later"
+    words = "lends nothing new", "its operator", "ask again later"
     story >> attaches(3, 1, "a")
     story << refused(3, 1, "unavailable", *words)
     story >> attaches(3, 2, "b", wait=5.0)
@@ -102,7 +102,7 @@ def test_whoever_waits_for_a_lease_is_refused_and_whoever_waits_for_an_event_is_
     story.quietly(attaches(2, 12, "w"), asks(2, 13, m.OpenEvent(4, "ready", 5.0)))
     story.quietly(attaches(2, 14, "b", wait=5.0), creates(3, 1, "c", MIB), creates(3, 2, "c", MIB, wait=5.0))
     story >> asks(1, 700, m.Drain(True))
-    story << e.CancelTimer(2) << refused(2, 14, "unavailable", "grants no new leases")
+    story << e.CancelTimer(2) << refused(2, 14, "unavailable", "lends nothing new")
     story << e.Free(3, "GPU-0") << refused(3, 1, "unavailable") << e.CancelTimer(3) << refused(3, 2, "unavailable")
     for session in (1, 2, 3):
         story << e.Notify(session, BY_HAND)
@@ -233,7 +233,7 @@ def test_the_next_broker_is_drained_if_that_was_by_hand_and_not_if_it_was_told_t
     stored.restarts()
     assert stored.ledger.drain_reason == BY_HAND.why
     stored >> attaches(2, 2, "a")
-    stored << refused(2, 2, "unavailable", "grants no new leases")
+    stored << refused(2, 2, "unavailable", "lends nothing new")
 
 
 def test_what_many_hold_is_told_in_part(story: Story) -> None:

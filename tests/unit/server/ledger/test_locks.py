@@ -132,7 +132,7 @@ def test_a_draining_broker_gives_no_locks(story: Story) -> None:
     story >> locks(1, 1) << locked(1, 1, 1)
     story >> locks(2, 1, wait=5.0) << e.SetTimer(1, 5.0)
     story.quietly(asks(5, 1, m.Drain(on=True)))
-    story >> locks(2, 2, "b") << refused(2, 2, "unavailable", "grants no new leases")
+    story >> locks(2, 2, "b") << refused(2, 2, "unavailable", "lends nothing new")
     story >> asks(1, 2, m.Unlock(1)) << done(1, 2)
 
 

@@ -103,8 +103,8 @@ def test_it_is_told_who_drains_the_broker(scene: Scene, caplog: pytest.LogCaptur
         asks(3, 2, m.Drain(False)),
     )
     assert caplog.messages == [
-        "session 3 (pid 103, uid 0): drains the broker, which grants no new leases",
-        "session 3 (pid 103, uid 0): has the broker grant leases again",
+        "session 3 (pid 103, uid 0): drains the broker, which lends nothing new",
+        "session 3 (pid 103, uid 0): has the broker lend again",
     ]
 
 
