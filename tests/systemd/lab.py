@@ -24,6 +24,9 @@ ROOT = HERE.parents[1]
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 NAMESPACES = ("--pid", "--mount", "--cgroup", "--uts", "--ipc", "--net", "--propagation=private")
 UNSHARE = ("unshare", "--fork", "--kill-child", *NAMESPACES)
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""That of commands inside; the caller's may lack folders, as after `su`."""
+
 TOOLS = ("bash", "ip", "make", "mount", "nsenter", "setpriv", "systemctl", "unshare")
 MOUNTS = """
 mount -t proc proc /proc
@@ -84,7 +87,8 @@ class Lab:
     def command(self, *arguments: str | Path) -> list[str]:
         """Return the command that runs another one inside, in this tree, on what is installed there."""
         enter = ["nsenter", "-t", self.pid, "-p", "-m", "-C", "-u", "-i", "-n"]
-        return [*enter, "env", "-C", str(ROOT), "-u", "PYTHONPATH", "-u", "MAKEFLAGS", *map(str, arguments)]
+        environment = ["-u", "PYTHONPATH", "-u", "MAKEFLAGS", f"PATH={PATH}"]
+        return [*enter, "env", "-C", str(ROOT), *environment, *map(str, arguments)]
 
     def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command inside; fail unless it succeeds, or if it must not be checked, say how it ended."""
