@@ -307,7 +307,7 @@ def _bar(title: str) -> Iterator[OnProgress]:
     from rich.table import Column
     from rich.text import Text
 
-    class Terminal(Console):
+    class CursorShown(Console):
         def show_cursor(self, show: bool = True) -> bool:  # never hidden: a killed process could not show it again
             return False
 
@@ -320,6 +320,6 @@ def _bar(title: str) -> Iterator[OnProgress]:
             return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s{left}")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
-    with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=CursorShown(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

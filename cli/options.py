@@ -126,7 +126,7 @@ def mode(value: str) -> int:
         return fields.parse_mode(value)
 
 
-class DeviceList(click.ParamType):  # type: ignore[type-arg]  # which click has from 8.4 on
+class DeviceNames(click.ParamType):  # type: ignore[type-arg]  # which click has from 8.4 on
     """Names of devices, between commas."""
 
     name = "devices"
@@ -160,7 +160,7 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]
         return completion.devices(ctx, param, incomplete)
 
 
-device_list = DeviceList()
+device_list = DeviceNames()
 device = DeviceName()
 
 
