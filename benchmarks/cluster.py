@@ -24,7 +24,7 @@ from benchmarks.network import Network
 from benchmarks.options import byte_count
 from benchmarks.report import Figure, number
 from benchmarks.spreading import Cluster, Costs, Policy
-from cubroker.integrations.cluster.sources import PIECE, cut
+from cubroker.integrations.cluster.striping import PIECE, cut
 
 NAME = "cluster-simulation"
 

@@ -1,8 +1,8 @@
 """Hosts that fetch a version in simulated time, each with the product's own choice of which piece to read from where.
 
 :class:`Fetcher` does what :mod:`cubroker.integrations.cluster.source_choice` does, with the same
-:class:`~cubroker.integrations.cluster.sources.Striping`, the same
-:func:`~cubroker.integrations.cluster.sources.by_room` and the same limits of time, on a simulated clock and network.
+:class:`~cubroker.integrations.cluster.striping.Striping`, the same
+:func:`~cubroker.integrations.cluster.striping.by_room` and the same limits of time, on a simulated clock and network.
 :func:`along` sends the version along a fixed chain or tree, for comparison.
 """
 
@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 from random import Random
 
 from benchmarks.network import Connection, Network
-from cubroker.integrations.cluster import exporter, messages, source_choice, source_thread, sources
+from cubroker.integrations.cluster import exporter, messages, source_choice, source_thread, striping
 from cubroker.integrations.cluster.connection import CONNECT
-from cubroker.integrations.cluster.sources import Candidate, Striping, VersionPiece
+from cubroker.integrations.cluster.striping import Candidate, Striping, VersionPiece
 
 POLL = 0.02
 """Seconds between two checks whether an idle source may deliver what a slower one has not: 0.005 in the product."""
@@ -43,7 +43,7 @@ class Policy:
     #: Whether a host that is fetching serves the part that it has.
     parts: bool = False
     #: The most sources of one fetch, and the most readers of one host.
-    width: int = sources.WIDTH
+    width: int = striping.WIDTH
     readers: int = exporter.READERS
     #: Whether each host asks the others in an order of its own; else all ask in the same order, the origin first.
     shuffled: bool = True
@@ -276,7 +276,7 @@ class Fetcher:
         self._choose()
         while self._later and self._later[0][0] <= now:
             heappush(self._due, heappop(self._later)[1])
-        room = sources.ASKED if not self.reading else self.policy.width
+        room = striping.ASKED if not self.reading else self.policy.width
         asked = [self._ask(heappop(self._due)) for _ in range(min(len(self._due), room - len(self._peers)))]
         if asked:
             self.network.at(now + self.cluster.costs.ask, self._answered, asked)
@@ -320,7 +320,7 @@ class Fetcher:
         candidates, self._candidates = {str(peer.place): peer for peer in self._candidates}, []
         listed = [Candidate(key, self.room.readers[peer.host], self.policy.readers) for key, peer in candidates.items()]
         room = self.policy.width - len(self.reading)
-        for chosen in sources.by_room(listed, self._chance)[:room]:
+        for chosen in striping.by_room(listed, self._chance)[:room]:
             self._open(candidates.pop(chosen.peer))
         for peer in candidates.values():
             self._leave(peer)
@@ -397,7 +397,7 @@ class Fetcher:
         for number, peer in [*self.reading.items()]:
             if peer.connection and not peer.connection.queue:
                 self._fill(number)
-                if self.policy.parts and self._striping.useless(number, self.network.now) > sources.USELESS:
+                if self.policy.parts and self._striping.useless(number, self.network.now) > striping.USELESS:
                     self._drop(number)
 
     def _brought(self, number: int, piece: Hashable) -> None:

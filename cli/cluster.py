@@ -33,7 +33,7 @@ from cubroker.integrations.cluster.connection import (
 )
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
-from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.integrations.cluster.striping import WIDTH
 from cubroker.protocol.errors import CubrokerError, needing
 from cubroker.server import logs
 from cubroker.server.store import sd_notify

@@ -23,7 +23,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from cubroker.cli import format, options, processes
+from cubroker.cli import client_format, format, options
 from cubroker.cli.frame import (
     BACKSPACE,
     DOWN,
@@ -147,7 +147,7 @@ def _show_once(console: Console, broker: Broker, choice: Choice, *, as_json: boo
 
 
 def _told(view: View, session: int) -> View:
-    return msgspec.structs.replace(view, clients=tuple(processes.known(view.clients, session)))
+    return msgspec.structs.replace(view, clients=tuple(client_format.known(view.clients, session)))
 
 
 def _width() -> int:

@@ -1,4 +1,4 @@
-"""The handshake with a broker: connect to its session socket and agree on a protocol version."""
+"""The handshake with a broker: connect to its session socket and agree on a version; try again until it serves."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import readable
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import MAX_ANNOUNCE, NEWS, Announce, Available, DraftContent, Going
-from cubroker.integrations.cluster.sources import Runs
+from cubroker.integrations.cluster.striping import Runs
 from cubroker.protocol.errors import (
     CubrokerError,
     Denied,

@@ -22,9 +22,9 @@ from cubroker.client.transport.handshake import Silent
 from cubroker.client.transport.requests import seconds, version_number
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection, resolve
-from cubroker.integrations.cluster.engine import engine_command
 from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
-from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.integrations.cluster.striping import WIDTH
+from cubroker.integrations.cluster.transfer_engine import engine_command
 from cubroker.protocol import fields
 from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import (

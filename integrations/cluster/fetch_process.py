@@ -36,7 +36,7 @@ from cubroker.client.devices import find
 from cubroker.client.loading.loader import trusted
 from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
 from cubroker.client.transport.handshake import Silent
-from cubroker.integrations.cluster import engine, identity
+from cubroker.integrations.cluster import identity, transfer_engine
 from cubroker.integrations.cluster.announcements import DraftAnnouncement
 from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.source_choice import SourceChoice
@@ -51,7 +51,7 @@ from cubroker.integrations.cluster.source_thread import (
     Whole,
     Wrong,
 )
-from cubroker.integrations.cluster.sources import piece_size
+from cubroker.integrations.cluster.striping import piece_size
 from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import Corrupted, CubrokerError, NotFound, Unavailable
 from cubroker.protocol.layout import Layout
@@ -84,7 +84,7 @@ class Fetch:
                 undo.enter_context(broker.lock(order.name, timeout=order.wait))
                 if (there := _present(broker, order)) is not None:
                     return self._there(undo.enter_context(there))
-            engine.load()  # raises early if it is not installed
+            transfer_engine.load()  # raises early if it is not installed
             undo.callback(self._end_sources)
             opened = self._open()
             layout = Layout.decode(opened.layout)

@@ -24,7 +24,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from cubroker.integrations.cluster.sources import WIDTH
+from cubroker.integrations.cluster.striping import WIDTH
 from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import CubrokerError, Invalid, from_code
 from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS
@@ -75,7 +75,7 @@ Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=MAX_ITEMS)]
 Runs = Annotated[bytes, Meta(max_length=1 << 20)]
-"""Runs of bytes of a version as bits, lowest first, as :func:`cubroker.integrations.cluster.sources.cut` makes them."""
+"""Runs of bytes of a version as bits, lowest first, in the order of :func:`.striping.cut`."""
 
 
 class PeerMessage(Struct, frozen=True, tag=True):
@@ -102,7 +102,7 @@ class Open(PeerMessage, frozen=True):
     name: Name
     #: 0: the current one.
     version: Natural = 0
-    #: The engine that this side reads with (:mod:`~cubroker.integrations.cluster.engine`).
+    #: The engine that this side reads with (:mod:`~cubroker.integrations.cluster.transfer_engine`).
     engine: Name = "nixl"
 
 

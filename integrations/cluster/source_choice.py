@@ -2,7 +2,7 @@
 
 A host that is lost is asked again later, and is replaced by another one that has the same bytes: its layout and digests
 are equal, while the number of the version may differ. A host that has only a part of the version is a source of that
-part, as long as none of it had a wrong digest. :mod:`~cubroker.integrations.cluster.sources` decides how pieces are
+part, as long as none of it had a wrong digest. :mod:`~cubroker.integrations.cluster.striping` decides how pieces are
 shared among the sources. This module has the hosts behind the sources, each read by a
 :class:`.source_thread.SourceReader`.
 """
@@ -21,7 +21,7 @@ from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, resolve
 from cubroker.integrations.cluster.messages import ExportedVersion, Offer, Open, Order
 from cubroker.integrations.cluster.source_thread import Answered, Filling, Lost, Ready, Reported, SourceReader
-from cubroker.integrations.cluster.sources import ASKED, USELESS, Candidate, by_room, piece_size
+from cubroker.integrations.cluster.striping import ASKED, USELESS, Candidate, by_room, piece_size
 from cubroker.protocol.errors import (
     Corrupted,
     CubrokerError,

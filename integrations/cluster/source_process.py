@@ -19,8 +19,14 @@ from typing import BinaryIO, Self
 
 from cubroker.client import Broker, Pool, digests
 from cubroker.integrations.cluster import messages
-from cubroker.integrations.cluster.engine import Engine, MemoryRegion, engine_command, load, open_engine
 from cubroker.integrations.cluster.messages import ExportedAllocation, ExportedVersion, Going, Reply, Serve
+from cubroker.integrations.cluster.transfer_engine import (
+    MemoryRegion,
+    TransferEngine,
+    engine_command,
+    load,
+    open_engine,
+)
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 
 log = logging.getLogger(__name__)
@@ -136,7 +142,7 @@ def _say(stream: BinaryIO, message: Reply) -> None:
     stream.flush()
 
 
-def _open(directory: Path, asked: Serve, engine: Engine) -> tuple[Pool, ExportedVersion]:
+def _open(directory: Path, asked: Serve, engine: TransferEngine) -> tuple[Pool, ExportedVersion]:
     """Attach to a version and register its memory; return the pool and the places of its memory."""
     broker = Broker(directory)
     info, *_ = broker.describe(asked.name, asked.version)

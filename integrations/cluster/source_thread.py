@@ -20,9 +20,9 @@ from cubroker.client import Draft, digests
 from cubroker.client.loading.background_reads import at_address
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import CONNECT, PeerAddress, PeerConnection
-from cubroker.integrations.cluster.engine import Engine, MemoryRegion, Read, open_engine
 from cubroker.integrations.cluster.messages import NEWS, Available, ExportedVersion, Going, Offers, Open, Progress
-from cubroker.integrations.cluster.sources import DEPTH, Runs, Striping, VersionPiece, cut
+from cubroker.integrations.cluster.striping import DEPTH, Runs, Striping, VersionPiece, cut
+from cubroker.integrations.cluster.transfer_engine import MemoryRegion, Read, TransferEngine, open_engine
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
 
 BEAT = 2.0
@@ -308,7 +308,7 @@ class SourceReader:
         self._report = report
         self._orders: SimpleQueue[Open | Filling | None] = SimpleQueue()
         self._leave = Event()
-        self._engine: Engine | None = None
+        self._engine: TransferEngine | None = None
         #: Answers to :class:`Progress` that have not arrived.
         self._owed = 0
         #: How many runs the version has; how many :class:`Available` have arrived, and since when they may.
@@ -441,7 +441,7 @@ class SourceReader:
         for error in errors:
             raise error
 
-    def _read(self, connection: PeerConnection, engine: Engine, filling: Filling) -> int:
+    def _read(self, connection: PeerConnection, engine: TransferEngine, filling: Filling) -> int:
         """Read pieces until the source is to leave; return how many bytes.
 
         Pieces are begun one after the other, a part of a piece's time apart. The engine serves the pieces under way

@@ -173,7 +173,7 @@ import sys, time
 from pathlib import Path
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import PeerConnection, parse
-from cubroker.integrations.cluster.sources import piece_size
+from cubroker.integrations.cluster.striping import piece_size
 
 folder, size, addresses = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 connections, have, count = [], {}, size // piece_size(size)
@@ -201,7 +201,7 @@ PARTIAL = """
 import sys
 from cubroker.client import Broker
 from cubroker.integrations.cluster.announcements import DraftAnnouncement
-from cubroker.integrations.cluster.sources import piece_size
+from cubroker.integrations.cluster.striping import piece_size
 from cubroker.protocol import Layout
 
 directory, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3], 8)

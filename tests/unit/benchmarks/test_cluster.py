@@ -17,7 +17,7 @@ from benchmarks import cluster, plots, spreading
 from benchmarks.cluster import PARTS, STRATEGIES, Case, simulate
 from benchmarks.network import Connection, Network
 from benchmarks.spreading import Cluster, Costs, Fetcher, Policy
-from cubroker.integrations.cluster.sources import cut
+from cubroker.integrations.cluster.striping import cut
 
 GB = 10**9
 FREE = Costs(latency=0.0, ask=0.0)

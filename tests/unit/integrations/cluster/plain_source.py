@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cubroker.integrations.cluster import engine, source_process
-from cubroker.integrations.cluster.engine import MemoryRegion
+from cubroker.integrations.cluster import source_process, transfer_engine
+from cubroker.integrations.cluster.transfer_engine import MemoryRegion
 
 
 class Still:
@@ -29,5 +29,5 @@ if __name__ == "__main__":
         shorter.replace(fails)  # at once: another process may read it
         sys.exit(3)
     source_process.load = lambda: None
-    engine.NixlEngine = Still  # type: ignore[assignment, misc]
+    transfer_engine.NixlEngine = Still  # type: ignore[assignment, misc]
     source_process.main(*sys.argv[1:])

@@ -34,7 +34,7 @@ from cubroker.integrations.cluster.messages import (
     PeerHello,
     Progress,
 )
-from cubroker.integrations.cluster.sources import UNIT
+from cubroker.integrations.cluster.striping import UNIT
 from cubroker.protocol import messages as protocol
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Unavailable, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually

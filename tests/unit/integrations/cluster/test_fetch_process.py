@@ -16,7 +16,6 @@ import pytest
 from cubroker.client import Broker, digests
 from cubroker.client.pool import Replica
 from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
-from cubroker.integrations.cluster.engine import MemoryRegion
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
     Available,
@@ -34,6 +33,7 @@ from cubroker.integrations.cluster.messages import (
     frame,
     to_runs,
 )
+from cubroker.integrations.cluster.transfer_engine import MemoryRegion
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import (
     Corrupted,
@@ -80,7 +80,7 @@ class LocalEngine:
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources are read by :class:`LocalEngine`, and lost ones are asked again soon."""
     monkeypatch.setattr(source_thread, "open_engine", lambda _: LocalEngine())
-    monkeypatch.setattr(fetch_process.engine, "load", lambda: None)
+    monkeypatch.setattr(fetch_process.transfer_engine, "load", lambda: None)
     monkeypatch.setattr(source_choice, "AGAIN", (0.02, 0.1))
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cubroker.integrations.cluster import exporter, messages, source_process
-from cubroker.integrations.cluster.engine import NIXL
 from cubroker.integrations.cluster.messages import ExportedVersion, PeerRefusal, Serve
 from cubroker.integrations.cluster.source_process import SourceProcess
+from cubroker.integrations.cluster.transfer_engine import NIXL
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unavailable
 from tests.brokers import PATIENCE, eventually

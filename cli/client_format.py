@@ -1,4 +1,4 @@
-"""Clients as processes: their names, containers and ages, which a number alone does not tell."""
+"""Clients as text: the columns of ``cubroker clients`` and ``top``, and each process's name, container and age."""
 
 from __future__ import annotations
 

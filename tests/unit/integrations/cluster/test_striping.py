@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cubroker.integrations.cluster.sources import (
+from cubroker.integrations.cluster.striping import (
     DEPTH,
     HURRY,
     PIECE,

@@ -1,4 +1,4 @@
-"""The choice of the hosts that a version is read from, and of the next piece from each.
+"""Striping: which piece of a version is read next, from which of several sources.
 
 Pure: the caller reports what happens, and asks what to do.
 

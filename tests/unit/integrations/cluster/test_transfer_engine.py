@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from cubroker.integrations.cluster import engine
-from cubroker.integrations.cluster.engine import PACKAGES, MemoryRegion, open_engine
+from cubroker.integrations.cluster import transfer_engine
+from cubroker.integrations.cluster.transfer_engine import PACKAGES, MemoryRegion, open_engine
 from cubroker.protocol.errors import Unavailable, Unsupported
 from tests.cluster import ENGINE, need_engine
 
@@ -48,4 +48,4 @@ def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch
     finally:
         two.close()
         one.close()
-    assert engine.load()
+    assert transfer_engine.load()

@@ -1,4 +1,4 @@
-"""Engines, which move bytes from host to host: an interface of four calls, and its implementation by NIXL.
+"""Transfer engines, which move bytes from host to host: an interface of four calls, implemented by NIXL.
 
 An engine registers memory, connects to one peer, reads that peer's memory and waits for its reads. On the peer, a read
 uses no processor, or one thread of the engine. Another engine can replace NIXL if it implements these four calls.
@@ -11,8 +11,8 @@ uses no processor, or one thread of the engine. Another engine can replace NIXL 
 - An agent that is destroyed while it reads can end the *other* process: an assertion of UCX fails there.
 - If a peer is killed, the read reports an error immediately.
 
-So there is one engine per peer, and :meth:`Engine.close` destroys it. A source's process serves one peer and is killed
-before its memory is unmapped. Neither side runs an engine in a process that has anything else to lose
+So there is one engine per peer, and :meth:`TransferEngine.close` destroys it. A source's process serves one peer and
+is killed before its memory is unmapped. Neither side runs an engine in a process that has anything else to lose
 (:mod:`~cubroker.integrations.cluster.source_process`, :mod:`~cubroker.integrations.cluster.fetch_process`).
 """
 
@@ -71,7 +71,7 @@ class Read(Protocol):
         """
 
 
-class Engine(Protocol):
+class TransferEngine(Protocol):
     """An engine that reads the memory of one peer. Not safe for threads: one thread makes all calls.
 
     If the memory is on a GPU, a context of that GPU is current on that thread: else UCX treats it as host memory.
@@ -107,7 +107,7 @@ class Engine(Protocol):
         """End all reads. Not one byte of the memory changes after this."""
 
 
-def open_engine(name: str) -> Engine:
+def open_engine(name: str) -> TransferEngine:
     """Return an engine.
 
     Raises:
@@ -136,7 +136,7 @@ class NixlEngine:
             raise Unavailable("NIXL has no UCX backend here; install a build of it that has one")
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        """See :meth:`Engine.register`."""
+        """See :meth:`TransferEngine.register`."""
         self._kind = _kind(regions[0])
         listed = [(each.pointer, each.nbytes, each.device or 0, "") for each in regions]
         with self._doing(f"registering {sum(each.nbytes for each in regions)} bytes"):
@@ -144,12 +144,12 @@ class NixlEngine:
             return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> None:
-        """See :meth:`Engine.connect`."""
+        """See :meth:`TransferEngine.connect`."""
         with self._doing("connecting to the source"):
             self._peer = self._agent.add_remote_agent(metadata)
 
     def read(self, local: MemoryRegion, remote: MemoryRegion) -> Read:
-        """See :meth:`Engine.read`."""
+        """See :meth:`TransferEngine.read`."""
         with self._doing("reading from the source"):
             here, there = (
                 self._agent.get_xfer_descs([(each.pointer, local.nbytes, each.device or 0)], _kind(each))
@@ -167,7 +167,7 @@ class NixlEngine:
             return str(self._agent.check_xfer_state(handle))
 
     def close(self) -> None:
-        """See :meth:`Engine.close`.
+        """See :meth:`TransferEngine.close`.
 
         NIXL destroys its agent, and UCX its worker, with the last reference. The traceback of an error can keep objects
         of NIXL alive, so the native agent is removed from them. If another reference to it is left, this process exits:
