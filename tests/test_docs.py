@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import dedent
@@ -29,6 +29,7 @@ SHARING = (ROOT / "docs" / "sharing.md").read_text()
 
 
 FOLDERS = "api|benchmarks|cli|client|deploy|docs|driver|examples|integrations|protocol|requirements|server|tests"
+PRODUCT = ("api", "cli", "client", "driver", "integrations", "protocol", "server")
 CODE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -222,11 +223,14 @@ def test_sentences_name_their_subject(page: Path) -> None:
     assert [line for line in text.splitlines() if VAGUE.search(line)] == []
 
 
-def test_the_architecture_is_a_map_with_a_short_glossary() -> None:
+def test_the_architecture_is_a_map_of_every_module_with_a_short_glossary() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
+    folders = text.partition("## Folders")[2].partition("\n## ")[0]
+    modules = [module.name for top in PRODUCT for module in (ROOT / top).rglob("*.py") if module.stem != "__init__"]
     assert len(text.splitlines()) <= 150
     assert len(re.findall(r"^\| ", glossary, re.MULTILINE)) - 2 <= 25
+    assert [name for name, count in Counter(modules).items() if folders.count(f"`{name}`") < count] == []
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=str_of)
