@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from math import ceil
 from pathlib import Path
+from textwrap import wrap
 
 from benchmarks import compare
 from benchmarks.compare import number
@@ -113,7 +114,9 @@ def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> int:
 def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str, Sequence[Figure]]) -> str:
     """Return the results as Markdown."""
     lines = [f"# {label}", ""]
-    lines += [f"- {key}: {_plain(value)}" for key, value in about.items() if value is not None]
+    for key, value in about.items():
+        if value is not None:
+            lines += wrap(f"- {key}: {_plain(value)}", 120, subsequent_indent="  ", break_long_words=False)
     lines += [f"- asked for: `--devices {plan.devices}`, pools of {plan.nbytes / 1e9:g} GB", ""]
     lines += ["| benchmark | what | figure | |", "| --- | --- | ---: | --- |"]
     for name, figures in results.items():
