@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +38,7 @@ from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, read_process_by_pidfd, verify
 from cubroker.server.transport.requests import IncomingRequests
-from cubroker.server.transport.session import SessionConnection, label
+from cubroker.server.transport.session import SessionConnection, label, part
 from cubroker.server.transport.session_journal import LoggedSession, SessionLog
 from cubroker.server.transport.unix_sockets import CREDENTIALS
 
@@ -108,11 +107,10 @@ class Listener:
         except ProcessLookupError:
             return connection.close()  # the process is gone, and there is nothing to release
         except CubrokerError as error:
-            _send(connection, error)
-            return connection.close()
+            return part(connection, _refusal(error))
         except OSError as error:
-            _send(connection, Unavailable(f"the broker cannot identify the process that connects: {explain(error)}"))
-            connection.close()
+            failed = Unavailable(f"the broker cannot identify the process that connects: {explain(error)}")
+            part(connection, _refusal(failed))
             return self._pause(error) if error.errno in EXHAUSTED else None
         self._paused = False
         late = TimedOut(f"no greeting came within {self._patience:g} seconds")
@@ -155,7 +153,8 @@ class Listener:
         except ConnectionError:
             data, named = b"", None
         if not data:
-            return self._dismiss(connection)
+            self._release(connection)
+            return connection.close()
         try:
             hello, version = _read(data)
         except CubrokerError as error:
@@ -170,23 +169,21 @@ class Listener:
     def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
         peer, _ = self._pending[connection]
         self._rejections.log(peer, error.message)
-        _send(connection, error)
-        self._dismiss(connection)
+        self._release(connection)
+        part(connection, _refusal(error))
 
-    def _dismiss(self, connection: socket.socket) -> None:
+    def _release(self, connection: socket.socket) -> None:
+        """Await no greeting any more."""
         peer, timer = self._pending.pop(connection)
         timer.cancel()
         self._loop.remove_reader(connection)
         os.close(peer.pidfd)
-        connection.close()
 
 
 def answer_ping(ping: ClientGreeted, obstacle: str) -> None:
     """Tell a client that the broker serves, or the ``obstacle`` that prevents it now, and close the connection."""
-    with suppress(OSError):  # the client has gone
-        ping.connection.send(wire.pack(Pong(ping.version, obstacle)))
+    part(ping.connection, wire.pack(Pong(ping.version, obstacle)))
     os.close(ping.peer.pidfd)
-    ping.connection.close()
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
@@ -218,13 +215,8 @@ def _read(data: bytes) -> tuple[Hello, int]:
     return hello, max(common)
 
 
-def _send(connection: socket.socket, error: CubrokerError) -> None:
-    try:
-        connection.send(wire.pack(Refused(error.code, error.message)))
-        # If the greeting were unread at the close, the client would get an error before it could read the refusal.
-        connection.recv(1)
-    except OSError as failure:
-        log.debug("a refusal was not delivered, or no greeting came: %s", failure)
+def _refusal(error: CubrokerError) -> bytes:
+    return wire.pack(Refused(error.code, error.message))
 
 
 class Sessions:
@@ -379,7 +371,7 @@ class Sessions:
 
     def _turn_away(self, session: SessionConnection, error: CubrokerError) -> None:
         self.rejections.log(session.peer, error.message)
-        session.send(wire.pack(Refused(error.code, error.message)))
+        session.refuse(_refusal(error))
 
 
 def not_stored(error: Unavailable) -> Unavailable:

@@ -187,6 +187,13 @@ class SessionConnection:
         self._drain()
         return WELCOME not in self._waiting
 
+    def refuse(self, answer: bytes) -> None:
+        """Answer the greeting with a refusal, and end the connection after it; :meth:`close` follows."""
+        connection, self._connection = self._connection, None
+        if connection:
+            self._loop.remove_reader(connection)
+            part(connection, answer)
+
     def notify(self, item: Notice | FdTransfer) -> None:
         """Send a notice or descriptors now, or when the client was welcomed and has read the earlier ones."""
         # No name of a pool begins with a dot, so the other keys cannot be taken for one.
@@ -302,10 +309,30 @@ class SessionConnection:
             self._loop.remove_reader(self._connection)
             self._loop.remove_writer(self._connection)
             if not stored:
-                with suppress(OSError):  # it has ended
-                    self._connection.shutdown(socket.SHUT_RDWR)  # a store may hold the connection, too
+                _shut_down(self._connection)
             self._connection.close()
             self._connection = None
+
+
+def part(connection: socket.socket, answer: bytes) -> None:
+    """Send a last packet, now or when the system is not short of anything any more, and end the connection."""
+    try:
+        _send(connection, answer)
+    except OSError as error:
+        if error.errno in SCARCE:
+            asyncio.get_running_loop().call_later(PAUSE, part, connection, answer)
+            return
+        log.debug("a client is not told why its connection ends: %s", error)
+    with suppress(OSError):  # there is no greeting, or it was read
+        connection.recv(1)  # were it unread at the close, the client would get an error before it could read the answer
+    _shut_down(connection)
+    connection.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection that a store may hold, too."""
+    with suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from cubroker.driver import load
 from cubroker.protocol import wire
+from cubroker.protocol.errors import OverQuota
 from cubroker.protocol.messages import (
     Answer,
     Clients,
@@ -44,6 +45,7 @@ from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session_journal import SessionLog, recall
 from tests.brokers import PATIENCE
+from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore
 from tests.unit.server.loops import Gateway, run, until
 
@@ -246,6 +248,30 @@ def test_a_client_that_could_not_be_welcomed_yet_is_so_by_the_next_broker(
             await until(lambda: speaks(newcomer))
             assert isinstance(hears(newcomer), Welcome)
             newcomer.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("admitted", [False, True], ids=["at once", "by the ledger"])
+def test_who_is_turned_away_hears_why_once_the_kernel_has_memory_for_it(
+    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch, admitted: bool
+) -> None:
+    async def test() -> None:
+        with attended(fdstore) as (stage, _, _):
+            stored = stage.stored()
+            if admitted:
+                monkeypatch.setattr(Tables, "user", failing(1, Tables.user))
+            else:
+                monkeypatch.setattr(Ledger, "admission_error", lambda *_, **__: OverQuota("too many sessions"))
+            fail_nth(monkeypatch, socket.socket, "send", 1, OSError(errno.ENOBUFS, "no memory now"))
+            with stage.greets() as newcomer:
+                assert not speaks(newcomer)
+                await until(lambda: speaks(newcomer))
+                refused = hears(newcomer)
+                assert isinstance(refused, Refused)
+                assert refused.code == ("internal" if admitted else "over_quota")
+                assert newcomer.recv(1) == b""
+            assert stage.stored() == stored
 
     run(test())
 

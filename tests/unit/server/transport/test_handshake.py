@@ -21,6 +21,7 @@ from cubroker.server.transport import admission
 from cubroker.server.transport.admission import Listener, answer_ping
 from cubroker.server.transport.peer_credentials import Peer
 from tests.brokers import BrokerProcess, eventually
+from tests.faults import fail_nth
 from tests.unit.server.clients import HELLO, RawClient, connect, greet, hear, session
 from tests.unit.server.loops import run, until
 from tests.unit.server.processes import all_closed, files, open_files
@@ -134,6 +135,22 @@ def test_who_pings_hears_why_nobody_new_is_served(listener: socket.socket, tmp_p
             async with opened(listener, obstacle="it rains"):
                 await until(lambda: readable(guest))
             assert hear(guest) == Pong(1, "it rains")
+
+    run(test())
+
+
+def test_the_kernel_may_have_no_memory_for_an_answer_for_a_while(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with opened(listener):
+            for hello, expected in ((PING, Pong), (BAD[0][0], Refused)):
+                with connect(tmp_path) as guest, monkeypatch.context() as patch:
+                    guest.send(hello)
+                    fail_nth(patch, socket.socket, "send", 1, OSError(errno.ENOBUFS, "no memory now"))
+                    await until(lambda: readable(guest))
+                    assert isinstance(hear(guest), expected)
+                    assert guest.recv(1) == b""
 
     run(test())
 
