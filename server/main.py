@@ -209,8 +209,8 @@ class ServiceStatus:
         if interval:
             notifier.say(sd_notify.WATCHDOG, "life")
         if (status := self._broker.status()) != self._sent:
-            self._sent = status
             notifier.say(sd_notify.status(status), "status")
+            self._sent = status  # last: without memory to say it, it is said at the next beat
 
 
 class Parts(NamedTuple):

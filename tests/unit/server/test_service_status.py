@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.server.main import ServiceStatus
+from cubroker.server.store import sd_notify
 from cubroker.server.store.fdstore import AsyncNotifier
 from cubroker.server.store.sd_notify import Manager
 from tests.faults import fail_nth
@@ -92,6 +93,21 @@ def test_the_watchdog_is_fed_after_a_moment_without_memory_for_a_status(
         told.ready()
         await until(lambda: count() > 3)
         await until(lambda: fdstore.said.count(("WATCHDOG", "1")) > 2)
+        told.stopping()
+        notifier.close()
+
+    run(test())
+
+
+def test_a_status_that_there_was_no_memory_to_send_is_sent_later(
+    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        notifier = AsyncNotifier(Manager(str(fdstore.path), watchdog_interval=0.01))
+        told = ServiceStatus(notifier, Statuses("fine", "fine", "better"))
+        told.ready()
+        fail_nth(monkeypatch, sd_notify, "status", 1, MemoryError())
+        await until(lambda: ("STATUS", "better") in fdstore.said)
         told.stopping()
         notifier.close()
 
