@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cubroker.protocol.errors import CorruptJournal, Unavailable
+from cubroker.protocol.errors import CorruptJournal, Unavailable, explain
 from cubroker.server.store import sd_notify
 from cubroker.server.store.journal import Journal
 from cubroker.server.store.sd_notify import Manager, close_all
@@ -124,9 +124,13 @@ class AsyncNotifier:
         """Remove what is stored under a name, or drop its message if that was not sent yet. Failures are logged."""
         if name in self._messages:
             self._take(name)
-        else:
+            return
+        try:
             self._add(object(), _Message(sd_notify.removing(name)))
-            self._send()
+        except MemoryError:  # the next broker alone would remove it, and until then the memory is in use
+            asyncio.get_running_loop().call_later(PAUSE, self.remove, name)
+            return
+        self._send()
 
     def await_turn(self, seconds: float) -> bool:
         """Wait until all messages that wait now were sent or dropped; False if it takes longer. Any thread.
@@ -263,10 +267,10 @@ class Store:
         """
         try:
             self._manager.say(sd_notify.removing(name))
-        except Unavailable as error:
-            log.warning("cannot remove %s from the store now: %s", name, error.message)
+        except (Unavailable, MemoryError) as error:
             if self._loop:
                 self._loop.call_soon_threadsafe(self.notifier.remove, name)
+            log.warning("cannot remove %s from the store now: %s", name, explain(error))
 
     def replace(self, name: str, descriptor: int) -> None:
         """Store a descriptor in place of those with its name. Raises as :meth:`hold`."""

@@ -278,11 +278,21 @@ def test_memory_that_a_thread_could_not_drop_in_time_is_dropped_when_there_is_ro
         with fdstore.deaf():
             await asyncio.to_thread(store.drop, "m1.0")
             assert "cannot remove m1.0 from the store" in caplog.text
-        await until(lambda: stored() == {"ledger", "m1.1"})
+        await until(lambda: stored() == {"ledger", "m1.1", "m1.2"})
         with monkeypatch.context() as patch:
             patch.setattr(notifier.manager, "_transmit", forgetful)
             await asyncio.to_thread(store.drop, "m1.1")
             assert "cannot remove m1.1 from the store" in caplog.text
+        await until(lambda: stored() == {"ledger", "m1.2"})
+        removing, refusals = sd_notify.removing, [MemoryError(), MemoryError()]
+
+        def forgetting(name: str) -> str:
+            if refusals:
+                raise refusals.pop()
+            return removing(name)
+
+        monkeypatch.setattr(sd_notify, "removing", forgetting)
+        await asyncio.to_thread(store.drop, "m1.2")
         await until(lambda: stored() == {"ledger"})
 
     monkeypatch.setattr(sd_notify, "PATIENCE", 0.01)
@@ -290,10 +300,10 @@ def test_memory_that_a_thread_could_not_drop_in_time_is_dropped_when_there_is_ro
     store = Store(notifier, {})
     try:
         store.begin()
-        for name in ("m1.0", "m1.1"):
+        for name in ("m1.0", "m1.1", "m1.2"):
             with memory(b"") as file:
                 store.hold(name, [file])
-        assert stored() == {"ledger", "m1.0", "m1.1"}
+        assert stored() == {"ledger", "m1.0", "m1.1", "m1.2"}
         run(test())
     finally:
         store.journal.close()
