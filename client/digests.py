@@ -65,7 +65,7 @@ def need(session: ClientSession, name: str) -> None:
     """
     if session.version < DIGESTS:
         raise Unsupported(
-            f"pool {name!r}: the broker is too old to keep a digest; publish without a digest, or upgrade the broker"
+            f"pool {name!r}: the broker is too old to keep a digest; upgrade it, or publish without a digest"
         )
     if session.driver.host:
         with _with_numpy(f"pool {name!r}"):

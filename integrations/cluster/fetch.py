@@ -109,7 +109,7 @@ def fetch(
         Corrupted: an allocation had another digest than at the sources, twice.
         Unavailable: no source can be reached, or all were lost; or the process of the transfer ended.
         Invalid: this host itself is the only source.
-        Unsupported: the engine is not installed here (``cubroker[nixl]``).
+        Unsupported: the engine is not installed here (``cubroker[nixl]``), or the broker is too old to keep digests.
         CubrokerError: an error of the broker, as for :meth:`cubroker.Broker.create`. After any error no draft is left.
     """
     terms = {"share": share, "mode": mode, "durable": durable, "width": width}

@@ -84,7 +84,9 @@ class Fetch:
                 undo.enter_context(broker.lock(order.name, timeout=order.wait))
                 if (there := _present(broker, order)) is not None:
                     return self._there(undo.enter_context(there))
-            transfer_engine.load()  # raises early if it is not installed
+            # Both raise before a host is asked: the broker may be too old, or a package may be missing.
+            digests.need(broker._session, order.name)
+            transfer_engine.load()
             undo.callback(self._end_sources)
             opened = self._open()
             layout = Layout.decode(opened.layout)

@@ -359,7 +359,7 @@ def test_a_broker_that_is_too_old_for_digests_is_asked_nothing_about_them(
     old: Broker, name: str, tmp_path: Path
 ) -> None:
     path = checkpoints.write(tmp_path / "weights.safetensors", {"a": ("U8", (3,), b"abc")})
-    publishing_is_refused(old, name, path, f"pool '{name}': the broker is too old to keep a digest; publish without")
+    publishing_is_refused(old, name, path, f"pool '{name}': the broker is too old to keep a digest; upgrade it")
     with old.create(name, LAYOUT) as draft:
         with pytest.raises(Unsupported, match="too old to keep a digest"):
             draft.seal(digest=True)

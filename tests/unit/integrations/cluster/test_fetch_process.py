@@ -15,6 +15,7 @@ import pytest
 
 from cubroker.client import Broker, digests
 from cubroker.client.pool import Replica
+from cubroker.client.transport import handshake
 from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
@@ -46,6 +47,7 @@ from cubroker.protocol.errors import (
     Unavailable,
     Unsupported,
 )
+from cubroker.protocol.messages import DIGESTS
 from tests.brokers import eventually
 from tests.unit.integrations.cluster.hosts import HOST, LAYOUT, Certificates, content, publish
 from tests.unit.integrations.cluster.liar import Liar, lying
@@ -229,6 +231,19 @@ def test_if_changed_only_other_bytes_are_fetched(hosts: Hosts, directory: Path, 
     assert hosts.fetch(if_changed=True).version == 3  # another layout
     publish(directory, name, 2)
     assert hosts.fetch(if_changed=True).version == 5  # what is here has no digest
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_broker_that_keeps_no_digests_is_refused_before_a_source_is_asked(
+    hosts: Hosts, directory: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    liar = hosts.host(version())
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake, "VERSIONS", tuple(range(1, DIGESTS)))
+        with pytest.raises(Unsupported, match="the broker is too old to keep a digest; upgrade it"):
+            hosts.fetch(if_changed=changed)
+    assert (liar.heard, hosts.reports) == ([], [])
+    assert nothing(directory)
 
 
 def test_sources_bring_it_together(hosts: Hosts) -> None:
