@@ -351,12 +351,13 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
 
 def _readers(metrics: Metrics) -> str:
     """Return a text that says who can read the metrics."""
+    unix, mode = isinstance(metrics.listen, Path), f"mode {metrics.access.mode:03o} admits"
+    if unix and metrics.token_file is None:
+        return f"for users whom {mode}"
     bearers = "for readers with the token" if metrics.token_file is not None else ""
-    if isinstance(metrics.listen, Path):
-        passing = f"for users whom mode {metrics.access.mode:03o} admits"
-        return f"{passing} and {bearers}" if bearers else passing
     strangers = "for everybody, limited to what strangers may know" if metrics.public else ""
-    return " and ".join(filter(None, (bearers, strangers)))
+    readers = " and ".join(filter(None, (bearers, strangers)))
+    return f"{readers}, if {mode} them" if unix else readers
 
 
 def _name(listener: socket.socket) -> str:

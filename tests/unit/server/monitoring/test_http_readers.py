@@ -102,6 +102,33 @@ def test_a_socket_with_a_token_is_for_who_may_pass_it_and_has_the_token(tmp_path
     looking(Metrics(path, token_file=token), look)
 
 
+@pytest.mark.parametrize(
+    ("with_token", "public", "told"),
+    [
+        (False, False, "for users whom mode 640 admits"),
+        (False, True, "for users whom mode 640 admits"),
+        (True, False, "for readers with the token, if mode 640 admits them"),
+        (
+            True,
+            True,
+            "for readers with the token and for everybody, limited to what strangers may know, if mode 640 admits them",
+        ),
+    ],
+)
+def test_the_log_says_who_of_those_that_may_pass_the_socket_sees_what(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture, with_token: bool, public: bool, told: str
+) -> None:
+    path = tmp_path / "sight"
+
+    async def look() -> None:
+        text = await asyncio.to_thread(scrape, socket.AF_UNIX, str(path))
+        assert ('pool="secret"' in text, 'pool="(private)"' in text) == (not with_token, with_token and public)
+
+    caplog.set_level("INFO")
+    looking(Metrics(path, Access(0o640, os.getgid()), token_file=token if with_token else None, public=public), look)
+    assert f"are on {path}, {told}\n" in caplog.text
+
+
 def test_who_has_the_token_of_a_port_sees_everything_and_others_nothing(
     caplog: pytest.LogCaptureFixture, token: Path
 ) -> None:
