@@ -114,7 +114,9 @@ class BrokerCounters(EventCounter):
         words = "Time from a request's arrival at the ledger to its answer, waiting included."
         self._seconds = histogram("cubroker_request_seconds", words, ["request"], buckets=BUCKETS)
         self._refusals = counter("cubroker_refusals", "Requests that the ledger refused.", ["request", "code"])
-        self._turned_away = counter("cubroker_sessions_refused", "Sessions refused to who had greeted.", ["code"])
+        self._turned_away = counter(
+            "cubroker_sessions_refused", "Sessions that were refused after a proper greeting.", ["code"]
+        )
         words = "Gateways that took the place of one that had died, or hung and was killed."
         self._gateways = counter("cubroker_gateway_restarts", words)
         ProcessCollector(registry=self.registry)
