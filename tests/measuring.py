@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 
@@ -46,6 +47,28 @@ def unmeasured() -> Iterator[None]:
     finally:
         if measured:
             measured.start()
+
+
+@contextmanager
+def traced() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Trace allocations within a ``with`` block; yields what tells the bytes that it has, and their peak.
+
+    Bytes from before do not count, nor does it end a trace that is there already, as under ``-X tracemalloc``.
+    """
+    earlier = tracemalloc.is_tracing()
+    tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+
+    def taken() -> tuple[int, int]:
+        now, peak = tracemalloc.get_traced_memory()
+        return now - before, peak - before
+
+    try:
+        yield taken
+    finally:
+        if not earlier:
+            tracemalloc.stop()
 
 
 @contextmanager

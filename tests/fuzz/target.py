@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cubroker.protocol.errors import CubrokerError
+from tests.measuring import traced
 
 CRASHES = Path(__file__).with_name("crashes")
 """Inputs that once did harm, named ``<target>-<digest>.bin``; every run of the tests tries them again."""
@@ -58,11 +58,8 @@ def attempt(target: Target, data: bytes) -> None:
 def attempt_measured(target: Target, data: bytes) -> None:
     """Like :func:`attempt`, and raise :class:`Greedy` if it takes too much memory."""
     attempt(target, data)  # caches that fill up at the first use are not the input's
-    tracemalloc.start()
-    try:
+    with traced() as taken:
         attempt(target, data)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+        _, peak = taken()
     if target.measured and peak > PER_BYTE * len(data) + PER_INPUT:
         raise Greedy(f"{peak} bytes of memory for an input of {len(data)}")

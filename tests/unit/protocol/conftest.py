@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.measuring import traced
 
 # Property tests run on busy machines too, without a deadline of their own; and where nobody may write to this folder.
 settings.register_profile("cubroker", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,11 +19,8 @@ def peak() -> Callable[[Callable[[], object]], int]:
     """Measures the bytes that a call has allocated at its peak."""
 
     def measure(call: Callable[[], object]) -> int:
-        tracemalloc.start()
-        try:
+        with traced() as taken:
             call()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+            return taken()[1]
 
     return measure

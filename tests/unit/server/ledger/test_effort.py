@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ from cubroker.protocol import messages as m
 from cubroker.server.ledger import Budget
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
+from tests.measuring import traced
 from tests.unit.server.ledger.story import ALICE, BOB, MIB, Story, asks, attaches, creates, handle, refused
 
 FEW, MANY = 100, 400
@@ -107,12 +107,9 @@ def test_a_publication_takes_memory_in_proportion_to_those_who_wait_for_it_and_f
         waits(story, 2, requests)
         for request in range(1, 1 + requests):
             story.ledger.handle(attaches(1, request, "a", wait=9.0))
-        tracemalloc.start()
-        try:
+        with traced() as taken:
             story.ledger.handle(asks(1, 9000, m.Seal(1)))
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+            return taken()[1]
 
     assert peak(1000) < peak(250) * ALIKE * 4
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from cubroker.server.transport import framing
 from cubroker.server.transport.framing import BatchDecoder, encode, pairs
 from cubroker.server.transport.gateway import HIGH_WATER, LARGE, WEIGHT, Gateway, bind
 from tests.brokers import PATIENCE, eventually
+from tests.measuring import traced
 
 
 class Bench:
@@ -120,26 +120,20 @@ def test_answers_are_read_into_room_that_is_there_already(bench: Bench) -> None:
     ((routing, _),) = bench.requests(1)
     answer = bytes(10_000)
     batch = encode([routing, answer])
-    tracemalloc.start()
-    try:
+    with traced() as taken:
         for _ in range(2 * framing.FULL // len(answer)):
             bench.broker.sendall(batch)
             assert bench.client.recv() == answer
-        assert tracemalloc.get_traced_memory()[1] < framing.READ // 2
-    finally:
-        tracemalloc.stop()
+        assert taken()[1] < framing.READ // 2
 
 
 def test_a_decoder_keeps_no_room_for_the_largest_batch_that_came() -> None:
     batch = memoryview(encode([b"routing", bytes(15 << 20)]))
-    tracemalloc.start()
-    try:
+    with traced() as taken:
         decoder = BatchDecoder()
         for start in range(0, len(batch), framing.READ):
             decoder.feed(batch[start : start + framing.READ])
-        assert tracemalloc.get_traced_memory()[0] < 1 << 20
-    finally:
-        tracemalloc.stop()
+        assert taken()[0] < 1 << 20
 
 
 def test_answers_that_a_client_does_not_read_are_dropped_past_a_bound(bench: Bench) -> None:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +34,7 @@ from cubroker.server.transport.gateway_process import (
     watch,
 )
 from tests.brokers import PATIENCE
+from tests.measuring import traced
 from tests.unit.server.loops import run, until
 from tests.unit.server.processes import alive, files, gateway_of, gateways
 
@@ -165,15 +165,12 @@ def test_requests_are_read_into_room_that_is_there_already() -> None:
         async with connected() as (_, gateway, received):
             frame = bytes(10_000)
             batch = framing.encode([b"id", frame])
-            tracemalloc.start()
-            try:
+            with traced() as taken:
                 for _ in range(2 * framing.FULL // len(frame)):
                     gateway.send(batch)
                     await until(lambda: received)
                     assert received.pop() == [b"id", frame]
-                assert tracemalloc.get_traced_memory()[1] < framing.READ // 2
-            finally:
-                tracemalloc.stop()
+                assert taken()[1] < framing.READ // 2
 
     run(test())
 
