@@ -40,7 +40,7 @@ def attempt(directory: str, what: str, number: int) -> str:
                     assert pool["a"].tobytes() == bytes(400)
                 fared.append("done")
             except Unavailable as error:
-                fared.append("refused" if "in the middle of" in error.message else error.message)
+                fared.append("refused" if "inside a driver call or a fork" in error.message else error.message)
 
         with Interrupt(number, package=EVERYTHING, act=handle):
             getattr(interrupts, what)(broker, f"own-{number}")
