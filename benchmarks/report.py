@@ -36,6 +36,14 @@ PACKAGES = (
 )
 
 
+def _stolen() -> float:
+    """Return the seconds of CPU time that the host has given to other machines since this virtual one started."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
+
+
+STOLEN = _stolen()  #: At the start of the benchmark.
+
+
 @dataclass(frozen=True)
 class Figure:
     """One line of the results."""
@@ -93,12 +101,14 @@ def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> int:
     devices = load(plan.devices).devices
     about = machine(plan, devices)
     label = plan.label or devices[0].name
-    text = table(label, about, plan, results)
+    stolen = round(_stolen() - STOLEN, 1)
+    text = table(label, about | {"CPU time that the host gave to other machines": f"{stolen} s"}, plan, results)
     print(text)
     document = {
         "label": label,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": about,
+        "stolen_cpu_seconds": stolen,
         "devices": plan.devices,
         "nbytes": plan.nbytes,
         "results": {key: [asdict(figure) for figure in figures] for key, figures in results.items()},

@@ -110,8 +110,10 @@ def test_a_benchmark_that_is_interrupted_writes_what_it_has(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["short.py", "--devices", "host:1", "--label", "here", "--output", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
         harness.run_alone(measure)
-    results = json.loads((tmp_path / "here.json").read_text())["results"]
-    assert [(figure["what"], figure["value"]) for figure in results["short"]] == [("first", 1.0)]
+    document = json.loads((tmp_path / "here.json").read_text())
+    assert [(figure["what"], figure["value"]) for figure in document["results"]["short"]] == [("first", 1.0)]
+    stolen = f"- CPU time that the host gave to other machines: {document['stolen_cpu_seconds']} s"
+    assert stolen in (tmp_path / "here.md").read_text().splitlines()
 
 
 @pytest.mark.slow

@@ -107,7 +107,8 @@ def test_versions_are_followed_over_the_end_of_their_source(
         assert [each.version for each in found] == [2]
         assert held(directory, name) == content(2)
         versions.close()  # type: ignore[attr-defined]
-    assert all(isinstance(each, Unavailable) for each in failures)
+    # The first version may have ended between its announcement and its fetch.
+    assert {type(each) for each in failures if not isinstance(each, Unavailable)} <= {NotFound}
 
 
 def test_errors_that_do_not_pass_end_what_follows(certificates: Certificates, directory: Path, name: str) -> None:
