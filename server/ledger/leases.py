@@ -127,10 +127,11 @@ def check_publishable(tables: Tables, session: Session, pool: Pool) -> None:
 def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages.Where) -> None:
     """Raise ``Denied`` if the request names owners, and the pool belongs neither to one of them nor to the session."""
     if where.owners and pool.owner not in (None, session.uid, *where.owners):
+        wanted = " or ".join(map(str, dict.fromkeys(where.owners)))  # a loader may be root, and the broker's user
         raise Denied(
-            f"{pool.name} belongs to user {pool.owner}, and a pool of user {' or '.join(map(str, where.owners))} was"
-            f" asked for; have it retired, use another name, or name its owner (--owner, $CUBROKER_OWNER or, in Python,"
-            f" the argument `owner`)"
+            f"{pool.name} belongs to user {pool.owner}, and a pool of user {wanted} was asked for; have it"
+            f" retired, use another name, or name its owner (--owner, $CUBROKER_OWNER or, in Python, the argument"
+            f" `owner`)"
         )
 
 

@@ -234,7 +234,7 @@ def test_an_attach_is_served_from_pools_of_the_owners_that_it_asks_for(story: St
     story.publishes(1, "a", mode=0o644)
     words = (f"a belongs to user {ALICE}, and a pool of user {MATE} was asked for", "$CUBROKER_OWNER")
     for version, wait in ((0, 0.0), (9, 5.0)):
-        story >> asks(2, version + 1, m.Attach("a", version, None, wait, owners=(MATE,)))
+        story >> asks(2, version + 1, m.Attach("a", version, None, wait, owners=(MATE, MATE)))  # named once
         story << refused(2, version + 1, "denied", *words)
     story >> asks(2, 3, m.Attach("a", 0, None, 0.0, owners=(MATE, ALICE)))
     story << attached(2, 3, 2, "a", 1, ticket=1)
