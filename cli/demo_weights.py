@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import BinaryIO
 
-from cubroker.protocol.errors import Exists
+from cubroker.protocol.errors import Exists, about
 
 MODEL = "all-MiniLM-L6-v2"
 
@@ -74,7 +74,7 @@ def write(folder: Path, seed: int = 0) -> Path:
     if os.path.lexists(path):
         raise _exists(path)
     unfinished = folder / f".{FILE}.{secrets.token_hex(4)}"
-    with unfinished.open("xb") as file:
+    with about(path), unfinished.open("xb") as file:
         try:
             _fill(file, Random(f"{MODEL} {seed}"))  # noqa: S311  # values, not secrets
             file.flush()
