@@ -158,7 +158,7 @@ def unmapped(device: int, *, host: bool) -> dict[str, str]:
     other projects report (docs/sharing.md). On host devices the cause is known.
     """
     return {
-        "CUDA_ERROR_MAP_FAILED": _NO_ADDRESSES if host else _UNMAPPED,
+        "CUDA_ERROR_MAP_FAILED": NO_ADDRESSES if host else _UNMAPPED,
         "CUDA_ERROR_TOO_MANY_PEERS": f"{too_many_peers(device)}, or attach where the memory is",
     }
 
@@ -176,7 +176,8 @@ _UNMAPPED = (
     "same way as the owner has them (`--gpus all`, NVIDIA_VISIBLE_DEVICES=all); for memory of another GPU, see that "
     "BAR1 is large and the IOMMU off, or attach where the memory is"
 )
-_NO_ADDRESSES = "this process has no addresses left for the memory: raise its limit on address space (`ulimit -v`)"
+NO_ADDRESSES = "this process has no addresses left for the memory: raise its limit on address space (`ulimit -v`)"
+"""The explanation where the driver finds no range of addresses, and of a host device that maps nothing."""
 
 
 # -- whether multicast may be used ---------------------------------------------------------------------

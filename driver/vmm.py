@@ -16,7 +16,7 @@ from enum import IntFlag
 from typing import Any
 
 from cubroker.driver.buffers import handle_bytes, handle_of
-from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerated, unmapped
+from cubroker.driver.checked_calls import NO_ADDRESSES, Calls, DriverError, explained, tolerated, unmapped
 from cubroker.driver.context import ContextResource, PrimaryContext
 
 _IMPORT = "cuMemImportFromShareableHandle"
@@ -89,7 +89,7 @@ class Reservation(ContextResource):
         self.nbytes = nbytes
         #: Whether memory is mapped there now.
         self.mapped = False
-        with context.current():
+        with explained({"CUDA_ERROR_OUT_OF_MEMORY": NO_ADDRESSES}), context.current():
             #: Its first address.
             self.pointer: int = int(self._calls.cuMemAddressReserve(nbytes, 0, 0, 0))
 

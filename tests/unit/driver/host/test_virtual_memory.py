@@ -39,6 +39,15 @@ def module() -> HostModule:
 # -- refusals ------------------------------------------------------------------------------------------
 
 
+def test_a_process_without_addresses_is_told_of_its_limit(context: Context) -> None:
+    text = (
+        r"cuMemAddressReserve failed with CUDA_ERROR_OUT_OF_MEMORY \(2\): this process has no addresses left .*: raise"
+        r" its limit on address space \(`ulimit -v`\)"
+    )
+    with pytest.raises(DriverError, match=text):
+        context.reserve(1 << 48)
+
+
 def test_arguments_that_make_no_sense_are_refused(module: HostModule) -> None:
     managed, nowhere = properties(), properties()
     managed.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
