@@ -275,6 +275,8 @@ class Setting:
     default: object = None
     #: Whether its value can change while the broker runs.
     live: bool = True
+    #: The user whose quota it is, if it is one user's; its value means a pair then: the uid, and the quota.
+    holder: str | None = None
 
     @property
     def variable(self) -> str:
@@ -286,7 +288,8 @@ class Setting:
         """Return what a written value means; raises ``ValueError``, which names key, value and advice."""
         kind, advice = self.kind, self.kind.advice
         try:
-            return kind.interpret(convert(written, kind.type))
+            meant = kind.interpret(convert(written, kind.type))
+            return meant if self.holder is None else (_uid(self.holder), meant)
         except (ValidationError, Invalid):
             pass
         except ValueError as error:
@@ -357,7 +360,7 @@ def find(key: str) -> Setting | None:
         return SETTINGS[key]
     table, _, rest = key.partition(".")
     name, _, field = rest.rpartition(".")
-    return Setting(key, QUOTA[field][0]) if table == PERSONAL and name and field in QUOTA else None
+    return Setting(key, QUOTA[field][0], holder=name) if table == PERSONAL and name and field in QUOTA else None
 
 
 def get(key: str) -> Setting:
@@ -454,8 +457,7 @@ EXPOSED = (
 def build(meant: Mapping[str, Any]) -> Config:
     """Combine the meanings of all settings, by key; groups and ``metrics.token_file`` may be absent.
 
-    Raises :class:`Conflict` if a user with a quota is unknown or has two quotas, or if metrics are served on a port
-    that nothing protects.
+    Raises :class:`Conflict` if a user has two quotas, or if metrics are served on a port that nothing protects.
     """
     quota = Quota(**{name: meant[f"quota.{name}"] for name in QUOTA})
     metrics = Metrics(
@@ -502,18 +504,15 @@ def _personal_quotas(meant: Mapping[str, Any], usual: Quota) -> dict[int, Quota]
         table, _, rest = key.partition(".")
         if table == PERSONAL:
             name, _, field = rest.rpartition(".")
-            uid = _uid(key, name)
+            uid, bound = value
             owner, quota = given.setdefault(uid, (name, {}))
             if owner != name:
                 raise Conflict(key, f"user {uid} has a quota as {owner} already; leave one out")
-            quota[field] = value
+            quota[field] = bound
     return {uid: replace(usual, **quota) for uid, (_, quota) in given.items()}
 
 
-def _uid(key: str, name: str) -> int:
+def _uid(name: str) -> int:
     if name.isdecimal() and int(name) >= 1 << 32:
-        raise Conflict(key, "numbers of users are less than 4294967296")
-    try:
-        return user(int(name) if name.isdecimal() else name)
-    except ValueError as error:
-        raise Conflict(key, str(error)) from None
+        raise ValueError("numbers of users are less than 4294967296")
+    return user(int(name) if name.isdecimal() else name)

@@ -264,8 +264,8 @@ def test_a_relative_directory_is_one_of_here() -> None:
         ("[quota]\nmemory = 'much'", '2: quota.memory is "much"; write bytes, as in 4096 or "40GiB", or "unlimited"'),
         ("[quota]\nmemory = -5", "2: quota.memory is -5; write bytes"),
         ("[quota]\nsessions = 'many'", '2: quota.sessions is "many"; write 0 or more, or "unlimited"'),
-        ("[quotas.'absent one']\nleases = 1", '2: quotas.absent one.leases: this system has no user "absent one"'),
-        ("[quotas.99999999999]\nleases = 1", "2: quotas.99999999999.leases: numbers of users are less than 4294967296"),
+        ("[quotas.'absent one']\nleases = 1", '2: quotas.absent one.leases is 1; this system has no user "absent one"'),
+        ("[quotas.99999999999]\nleases = 1", "2: quotas.99999999999.leases is 1; numbers of users are less than 42949"),
         ("[quotas.0]\nleases = 1\n[quotas.root]\nleases = 2", "4: quotas.root.leases: user 0 has a quota as 0 already"),
         ("directory = 'run'", '1: directory is "run"; write a path that begins with /'),
         ("directory = 1", "1: directory is 1; write a path that begins with /"),
@@ -300,17 +300,19 @@ def test_what_makes_no_sense_is_told_with_file_line_key_value_and_what_would(
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "cubroker.toml"
-    path.write_text("keep = -1\nzzz = 1")
+    path.write_text("keep = -1\nzzz = 1\n[quotas.'absent one']\nleases = 1\n[quotas.absent]\nleases = 2")
     with pytest.raises(InvalidConfig) as caught:
         ConfigSources(path, {"budget": "lots", "log.level": "x"}, {"CUBROKER_KEEP": "two"}).read()
     assert [complaint.partition(";")[0] for complaint in caught.value.complaints] == [
         f"{path}:1: keep is -1",
         f"{path}:2: there is no setting zzz",
+        f"{path}:4: quotas.absent one.leases is 1",
+        f"{path}:6: quotas.absent.leases is 2",
         '$CUBROKER_KEEP: keep is "two"',
         '--budget: budget is "lots"',
         '--set log.level: log.level is "x"',
     ]
-    assert caught.value.message == caught.value.complaints[0] + " (and 4 more, which cubroker config check shows)"
+    assert caught.value.message == caught.value.complaints[0] + " (and 6 more, which cubroker config check shows)"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
