@@ -257,7 +257,9 @@ PATH = ValueKind(
 )
 DEVICES = ValueKind('write "cuda", "cuda:0,1", "cuda:GPU-8d2f41c6" or "host:2"', str, _devices)
 BUDGET = ValueKind(
-    'write a share or a size, as in "90%" or "40GiB", or a table of them by device', str | dict[str, str], _budget
+    'write a share or a size, as in "90%" or "40GiB", or in a file a table of them by device',
+    str | dict[str, str],
+    _budget,
 )
 LISTEN = ValueKind(
     'write a loopback address and a port, as in "127.0.0.1:9464", or "unix:/PATH", or "off"', str, _listen

@@ -270,7 +270,10 @@ def test_a_relative_directory_is_one_of_here() -> None:
         ("directory = 'run'", '1: directory is "run"; write a path that begins with /'),
         ("directory = 1", "1: directory is 1; write a path that begins with /"),
         ("devices = 'host:0'", "1: devices is \"host:0\"; 'host:0' asks for 0 devices; it can be 1 to 64"),
-        ("budget = 5", "1: budget is 5; write a share or a size"),
+        (
+            "budget = 5",
+            '1: budget is 5; write a share or a size, as in "90%" or "40GiB", or in a file a table of them by device',
+        ),
         ("budget = '101%'", '1: budget is "101%"; write a share or a size'),
         ("[budget]\n0 = 5", '1: budget is {"0" = 5}; write a share or a size'),
         ("[quotas.root]\nleases = 1.5", "2: quotas.root.leases is 1.5; write 0 or more"),
