@@ -306,8 +306,8 @@ def test_a_broker_that_is_dropped_leaves_its_pools_alone(client: Broker, name: s
 
 
 def test_a_mode_is_the_pools_and_one_that_cannot_be_is_refused(client: Broker, name: str) -> None:
-    with pytest.raises(Invalid, match="0o1000"):
-        client.create(name, LAYOUT, mode=0o1000)
+    with pytest.raises(Invalid, match=r"a mode of 640, which is 0o1200; .* as in 0o640"):
+        client.create(name, LAYOUT, mode=640)
     with client.attach_or_create(name, LAYOUT, mode=0o604) as draft:
         assert isinstance(draft, Draft)
         draft.seal()
