@@ -58,9 +58,10 @@ OTHER_WORDS = {
     **dict.fromkeys(("ps", "who", "workers"), "did you mean clients?"),
     **dict.fromkeys(("run", "start"), "did you mean serve?"),
     **dict.fromkeys(("end", "kill", "stop"), "a broker ends with Ctrl-C or SIGTERM; drain empties it before"),
+    "help": "cubroker --help lists those that there are",
     "version": "did you mean --version?",
 }
-"""Hints for words that are commands of other programs, and that resemble no command here."""
+"""Hints for words that are commands of other programs, and resemble none here that does the same."""
 
 HANDLED_LATER = {
     "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
@@ -133,7 +134,7 @@ def _hint(word: str) -> str:
     if word in OTHER_WORDS:
         return OTHER_WORDS[word]
     near = get_close_matches(word, COMMANDS, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else "cubroker --help lists those that there are"
+    return f"did you mean {' or '.join(near)}?" if near else OTHER_WORDS["help"]
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

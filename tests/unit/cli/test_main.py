@@ -234,6 +234,7 @@ def test_help_imports_neither_cuda_nor_zeromq_and_no_command_imports_torch() -> 
         ("device", "did you mean devices"),
         ("unload", "did you mean retire?"),
         ("stop", "a broker ends with Ctrl-C or SIGTERM"),
+        ("help", "cubroker --help lists"),
         ("zzz", "cubroker --help lists"),
     ],
 )
