@@ -277,13 +277,15 @@ async def _reload(current: Current, signals: Signals, parts: Parts, service: Ser
     """Read the configuration again at every SIGHUP."""
     while await signals.reload.wait():
         signals.reload.clear()
-        service.reloading()
         try:
-            await current.reload(parts.reconfigure)
+            try:
+                service.reloading()
+                await current.reload(parts.reconfigure)
+            finally:
+                service.ready()
         # A mistake in this must not end the broker either, and with it the memory of all clients.
         except Exception:
             log.exception("the broker failed at reading its configuration again")
-        service.ready()
 
 
 async def _start(undo: AsyncExitStack, place: Directory, config: Config, fds: InheritedFds) -> Parts:

@@ -160,27 +160,41 @@ def test_users_are_looked_up_beside_the_loop_where_that_may_take_long(
     assert threading.get_ident() not in lookups
 
 
+@pytest.mark.parametrize("where", ["reloading", "reconfigure", "ready"])
 def test_a_mistake_of_the_brokers_own_is_in_the_log_and_the_next_time_may_go_well(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    outcomes = iter((RuntimeError("a mistake"), None))
+    outcomes = {where: [MemoryError()]}
     done = asyncio.Event()
     again = asyncio.Event()
+    told: list[str] = []
 
-    def apply(config: Config) -> None:
-        if outcome := next(outcomes):
+    def try_it(step: str) -> None:
+        told.append(step)
+        for outcome in outcomes.pop(step, ()):
             again.set()
             raise outcome
-        done.set()
+        if step == "ready" and not outcomes and not again.is_set():
+            done.set()
+
+    class Service(ServiceStatus):
+        def reloading(self) -> None:
+            try_it("reloading")
+
+        def ready(self) -> None:
+            try_it("ready")
 
     async def reload() -> None:
         again.set()
         signals = cast(main.Signals, SimpleNamespace(reload=again))
-        parts = cast(main.Parts, SimpleNamespace(reconfigure=apply))
-        service = ServiceStatus(None, cast(Broker, None))
+        parts = cast(main.Parts, SimpleNamespace(reconfigure=lambda _: try_it("reconfigure")))
+        service = Service(None, cast(Broker, None))
         reloading = asyncio.create_task(main._reload(Current(ConfigSources()), signals, parts, service))
-        await done.wait()
+        await asyncio.wait((reloading, asyncio.ensure_future(done.wait())), return_when=asyncio.FIRST_COMPLETED)
+        assert done.is_set(), "the next signal is not waited for"
         reloading.cancel()
 
     asyncio.run(reload())
     assert "the broker failed at reading its configuration again" in caplog.text
+    assert told[-3:] == ["reloading", "reconfigure", "ready"]
+    assert told.count("ready") == told.count("reloading"), "the service manager waits for the end of each reload"
