@@ -38,7 +38,7 @@ from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, read_process_by_pidfd, verify
 from cubroker.server.transport.requests import IncomingRequests
-from cubroker.server.transport.session import SessionConnection, label, part
+from cubroker.server.transport.session import SessionConnection, label, send_last
 from cubroker.server.transport.session_journal import LoggedSession, SessionLog
 from cubroker.server.transport.unix_sockets import CREDENTIALS
 
@@ -107,10 +107,10 @@ class Listener:
         except ProcessLookupError:
             return connection.close()  # the process is gone, and there is nothing to release
         except CubrokerError as error:
-            return part(connection, _refusal(error))
+            return send_last(connection, _refusal(error))
         except OSError as error:
             failed = Unavailable(f"the broker cannot identify the process that connects: {explain(error)}")
-            part(connection, _refusal(failed))
+            send_last(connection, _refusal(failed))
             return self._pause(error) if error.errno in EXHAUSTED else None
         self._paused = False
         late = TimedOut(f"no greeting came within {self._patience:g} seconds")
@@ -170,7 +170,7 @@ class Listener:
         peer, _ = self._pending[connection]
         self._rejections.log(peer, error.message)
         self._release(connection)
-        part(connection, _refusal(error))
+        send_last(connection, _refusal(error))
 
     def _release(self, connection: socket.socket) -> None:
         """Await no greeting any more."""
@@ -182,7 +182,7 @@ class Listener:
 
 def answer_ping(ping: ClientGreeted, obstacle: str) -> None:
     """Tell a client that the broker serves, or the ``obstacle`` that prevents it now, and close the connection."""
-    part(ping.connection, wire.pack(Pong(ping.version, obstacle)))
+    send_last(ping.connection, wire.pack(Pong(ping.version, obstacle)))
     os.close(ping.peer.pidfd)
 
 

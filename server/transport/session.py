@@ -28,6 +28,7 @@ SCARCE = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.E
 little memory is left."""
 
 PAUSE = 0.05  #: Seconds after which a send that failed with such an error is tried again.
+TRIES = 40  #: How often the last packet of a connection is tried again.
 
 WELCOME = ".welcome"  #: The key of the answer to a greeting among what waits.
 
@@ -192,7 +193,7 @@ class SessionConnection:
         connection, self._connection = self._connection, None
         if connection:
             self._loop.remove_reader(connection)
-            part(connection, answer)
+            send_last(connection, answer)
 
     def notify(self, item: Notice | FdTransfer) -> None:
         """Send a notice or descriptors now, or when the client was welcomed and has read the earlier ones."""
@@ -314,13 +315,13 @@ class SessionConnection:
             self._connection = None
 
 
-def part(connection: socket.socket, answer: bytes) -> None:
-    """Send a last packet, now or when the system is not short of anything any more, and end the connection."""
+def send_last(connection: socket.socket, answer: bytes, tries: int = TRIES) -> None:
+    """Send a packet and end the connection: now, or once the system is not short of something any more."""
     try:
         _send(connection, answer)
     except OSError as error:
-        if error.errno in SCARCE:
-            asyncio.get_running_loop().call_later(PAUSE, part, connection, answer)
+        if error.errno in SCARCE and tries:  # not for ever: each such connection takes a descriptor of the broker
+            asyncio.get_running_loop().call_later(PAUSE, send_last, connection, answer, tries - 1)
             return
         log.debug("a client is not told why its connection ends: %s", error)
     with suppress(OSError):  # there is no greeting, or it was read

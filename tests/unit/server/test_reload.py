@@ -20,7 +20,6 @@ from cubroker.protocol.messages import Attach, Close, Create, Created, Done, Fai
 from cubroker.server import main
 from cubroker.server.broker import Broker
 from cubroker.server.config.load import ConfigSources, Current
-from cubroker.server.config.schema import Config
 from cubroker.server.main import ServiceStatus
 from tests.brokers import eventually
 from tests.unit.server.clients import RawClient, connect, greet, session

@@ -155,6 +155,24 @@ def test_the_kernel_may_have_no_memory_for_an_answer_for_a_while(
     run(test())
 
 
+def test_a_connection_that_the_kernel_never_has_memory_for_ends_unanswered(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOBUFS, "no memory now")
+
+    async def test() -> None:
+        async with opened(listener):
+            with connect(tmp_path) as guest, monkeypatch.context() as patch:
+                guest.send(PING)
+                patch.setattr(socket.socket, "send", refuse)
+                patch.setattr("cubroker.server.transport.session.PAUSE", 0.0)
+                await until(lambda: readable(guest))
+                assert guest.recv(1) == b""
+
+    run(test())
+
+
 def refusal(connection: socket.socket) -> str:
     refused = hear(connection)
     assert isinstance(refused, Refused)
