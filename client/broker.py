@@ -352,7 +352,9 @@ class Broker(Reconnecting):
         """
         fields.check_pool_name(name)
         time_limit(timeout)
-        return self._session.watch(name, self._owners("watch", name, owner, messages.FINDS), timeout)
+        watch = yield from self._session.watch(name, self._owners("watch", name, owner, messages.FINDS), timeout)
+        watch.opener = self
+        return watch
 
     @blocking
     def wait_ended(self, name: str, version: int | None = None, timeout: float | None = None) -> Steps[bool]:

@@ -103,6 +103,8 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
     ) -> None:
         self.name = name
         self.timeout = timeout
+        #: The Broker, kept alive: its session, and with it this watch, ends with it.
+        self.opener: object = None
         self._owner = owner
         self._watches = watches
         self._news = News()
@@ -167,6 +169,7 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         """Stop watching; iterations end."""
         self._owner.check()
         self._closed = True
+        self.opener = None
         self._news.stir()
         self._watches.remove(self)
 

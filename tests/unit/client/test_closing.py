@@ -101,18 +101,23 @@ def test_a_closed_broker_is_of_no_use_though_arrays_keep_its_connection(
     assert array.shape == (4, 8)
 
 
-def test_a_pool_and_a_lock_need_no_other_reference_to_their_broker(client: Broker, name: str) -> None:
+def test_a_pool_a_lock_and_a_watch_need_no_other_reference_to_their_broker(client: Broker, name: str) -> None:
     publish(client, name)
     before = len(client.clients())
     pool, lock = Broker(client.directory).attach(name), Broker(client.directory).lock(name)
+    watch = Broker(client.directory).watch(name)
     gc.collect()
     with pytest.raises(Unsupported, match="sealed without a digest"):
         pool.check()
     with pytest.raises(TimedOut):
         client.lock(name, timeout=0)
+    assert next(watch) == 1
+    publish(client, name)
+    assert next(watch) == 2
     lock.close()
+    watch.close()
     del pool
-    eventually(lambda: len(client.clients()) == before, "the end of both sessions")
+    eventually(lambda: len(client.clients()) == before, "the end of all three sessions")
 
 
 def test_a_pool_that_comes_while_its_broker_is_closed_is_closed_too(
