@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from time import monotonic, perf_counter
+from typing import Protocol
 
 import click
 
@@ -24,9 +27,6 @@ EVERY = 5.0
 
 SHOWN = 10
 """Differences that are listed one by one."""
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all, from any thread."""
 
 
 @click.command("load")
@@ -81,7 +81,7 @@ def load_pool(
         there = broker.devices()
         devices = None if plan else options.find_devices(chosen or ("0",), there)
         placed = plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()}
-        with progress(f"loading {name}") as report:
+        with progress(f"loading {name}") as report, telling_waits(broker, report):
             loaded = load(
                 broker,
                 name,
@@ -266,8 +266,18 @@ def _compare(
 # -- progress --------------------------------------------------------------------------------------
 
 
+class Display(Protocol):
+    """The progress of a transfer, shown to the user. Any thread may call these."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show the bytes done and the bytes in all."""
+
+    def wait(self, reason: str) -> None:
+        """Show what the transfer waits for."""
+
+
 @contextmanager
-def progress(title: str) -> Iterator[OnProgress]:
+def progress(title: str) -> Iterator[Display]:
     """Show the progress of ``title`` on standard error until the block ends."""
     if sys.stderr.isatty():
         with _bar(title) as report:
@@ -277,6 +287,27 @@ def progress(title: str) -> Iterator[OnProgress]:
         yield ProgressLines(title)
 
 
+@contextmanager
+def telling_waits(broker: Broker, report: Display) -> Iterator[None]:
+    """While the block runs, look every few seconds whether a request of this session waits, and show for what."""
+    ended = Event()
+
+    def watch() -> None:
+        with suppress(CubrokerError):  # the block fails, too, and says why
+            while not ended.wait(EVERY):
+                waiters = broker.look().waiters if broker.requests.waiting() else ()
+                for waiter in waiters:
+                    if waiter.session == broker.session and not ended.is_set():
+                        report.wait(waiter.awaits)
+
+    with suppress(RuntimeError):  # there are no threads: the user is told less, and by the load, if it needs some
+        start_new_thread(watch, ())
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 class ProgressLines:
     """A line every few seconds, with the rate since the beginning."""
 
@@ -284,6 +315,7 @@ class ProgressLines:
         self._title = title
         self._clock = clock
         self._start = self._said = clock()
+        self._reason = ""
 
     def __call__(self, done: int, total: int) -> None:
         """Print a line if the last was long enough ago and the transfer is not done."""
@@ -294,6 +326,17 @@ class ProgressLines:
             left = f", {eta(took * (total - done) / done)}" if done else ""
             format.note(f"{self._title}: {format.size(done)} of {format.size(total)}, {format.rate(done, took)}{left}")
 
+    def wait(self, reason: str) -> None:
+        """Print a line if the reason is another one than before."""
+        if reason != self._reason:
+            self._reason = reason
+            format.note(f"{self._title}: {waits(reason)}")
+
+
+def waits(reason: str) -> str:
+    """Return what a transfer waits for, and where a user sees more of it."""
+    return f"waits for {format.printable(reason)}; see `cubroker top`"
+
 
 def eta(seconds: float) -> str:
     """Return how long something will still take: ``12 s left``."""
@@ -301,9 +344,9 @@ def eta(seconds: float) -> str:
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[OnProgress]:
+def _bar(title: str) -> Iterator[Display]:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column
     from rich.text import Text
 
@@ -311,15 +354,27 @@ def _bar(title: str) -> Iterator[OnProgress]:
         def show_cursor(self, show: bool = True) -> bool:  # never hidden: a killed process could not show it again
             return False
 
-    class Figures(ProgressColumn):
-        def render(self, task: Task) -> Text:
+    class Figures(rich.ProgressColumn):
+        def render(self, task: rich.Task) -> Text:
             if task.total is None:  # the load waits for its turn, or for room
-                return Text()
+                return Text(task.fields["reason"])
             speed = format.size(task.speed or 0)
             left = "" if task.time_remaining is None else f"  {eta(task.time_remaining)}"
             return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s{left}")
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
-    with Progress(*columns, console=CursorShown(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    columns = (
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        Figures(Column(no_wrap=True)),
+    )
+    with rich.Progress(*columns, console=CursorShown(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, reason="")
+
+        class Bar:
+            def __call__(self, done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            def wait(self, reason: str) -> None:
+                bar.update(task, reason=waits(reason))
+
+        yield Bar()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cubroker.cli.load import EVERY, ProgressLines, progress
+from cubroker.cli.load import EVERY, ProgressLines, progress, telling_waits
 from cubroker.client import Broker, Draft
 from cubroker.protocol import Layout
 from tests import checkpoints
@@ -324,6 +325,27 @@ def test_plain_progress_speaks_now_and_then(capsys: pytest.CaptureFixture[str]) 
         "loading llama: 5.0 GiB of 12.0 GiB, 1.0 GiB/s, 7 s left",
         "loading llama: 10.0 GiB of 12.0 GiB, 1.0 GiB/s, 2 s left",
     ]
+
+
+def test_what_a_load_waits_for_is_told(
+    directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cubroker.cli.load.EVERY", 0.01)
+    layout = Layout.pack([("w", "U8", (4,))])
+    with Broker(directory) as one, Broker(directory) as other, ThreadPoolExecutor() as pool:
+        with one.create(name, layout), progress(f"loading {name}") as report, telling_waits(other, report):
+            waiting = pool.submit(lambda: other.create(name, layout, wait=DEADLINE).close())
+            errors = ""
+
+            def told() -> bool:
+                nonlocal errors
+                errors += capsys.readouterr().err
+                return "waits" in errors
+
+            eventually(told, "a line about the wait")
+        waiting.result()
+    begun = f"loading {name}"
+    assert errors.splitlines()[:2] == [begun, f"{begun}: waits for its turn as the writer; see `cubroker top`"]
 
 
 def test_without_a_terminal_the_beginning_is_a_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
