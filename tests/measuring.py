@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from threading import RLock
 
 import coverage
 import pytest
@@ -26,11 +27,13 @@ VARIABLES = "COVERAGE_"
 def fork_without_its_lock() -> None:
     """Have no thread hold coverage's lock where this process forks: no child could take it, and all take it to end.
 
-    Coverage 7.17 does not see to that. A thread holds it where it first comes to a file.
+    Coverage 7.17 does not see to that. A thread holds it where it first comes to a file. This thread may take it again:
+    in a child the handlers of other modules may run, and be measured, before the one that releases it.
     """
     if measured := coverage.Coverage.current():
         collector = measured._collector
         assert collector
+        collector.data_lock = RLock()  # type: ignore[assignment]
         os.register_at_fork(
             before=collector.lock_data, after_in_parent=collector.unlock_data, after_in_child=collector.unlock_data
         )

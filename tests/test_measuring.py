@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from threading import Event, Lock, Thread
+from threading import Event, RLock, Thread
 
 import coverage
 import pytest
@@ -11,14 +11,19 @@ from tests.unit.driver.mapping_commands import in_child
 
 FORKS = 30
 
-measured = coverage.Coverage.current()
 
-
-@pytest.mark.skipif(not measured, reason="nothing is measured here")
-def test_no_child_inherits_the_lock_of_coverage_from_another_thread() -> None:
-    assert measured
+@pytest.fixture
+def lock() -> RLock:
+    """The lock of coverage's data."""
+    measured = coverage.Coverage.current()  # not at the import of this module, which is not measured
+    if not measured:
+        pytest.skip("nothing is measured here")
     assert measured._collector
-    lock = measured._collector.data_lock
+    held: RLock = measured._collector.data_lock
+    return held
+
+
+def test_no_child_inherits_the_lock_of_coverage_from_another_thread(lock: RLock) -> None:
     ended = Event()
     holder = Thread(target=lambda: hold_again_and_again(lock, ended.is_set))
     holder.start()
@@ -30,17 +35,29 @@ def test_no_child_inherits_the_lock_of_coverage_from_another_thread() -> None:
     assert locked == ["free"] * FORKS
 
 
-def hold_again_and_again(lock: Lock, ended: Callable[[], bool]) -> None:
+def test_what_runs_in_a_child_before_that_lock_is_released_there_can_be_measured(lock: RLock) -> None:
+    with lock:
+        assert lock.acquire(blocking=False)
+        lock.release()
+
+
+def hold_again_and_again(lock: RLock, ended: Callable[[], bool]) -> None:
     while not ended():
         with lock:
             for _ in range(1000):
                 os.getppid()
 
 
-def state_of(lock: Lock) -> str:
-    """Return whether a lock is free, and leave it so: the end of a measured process takes it."""
-    if lock.acquire(blocking=False):
-        lock.release()
-        return "free"
-    lock.release()
-    return "held"
+def state_of(lock: RLock) -> str:
+    """Return whether another thread can take a lock."""
+    found: list[str] = []
+
+    def look() -> None:
+        if lock.acquire(timeout=0.0):
+            lock.release()
+            found.append("free")
+
+    thread = Thread(target=look)
+    thread.start()
+    thread.join()
+    return "".join(found) or "held"
