@@ -78,7 +78,7 @@ class Broker(Reconnecting):
         super().__init__(directory, timeout, connect_timeout, wait)
 
     def __repr__(self) -> str:
-        return f"<Broker on {self.directory}, session {self.session}>"
+        return f"<Broker on {self.directory}, session {self.session}{', closed' * self._closed.done()}>"
 
     # -- pools -------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class Checkpoint:
             for name, shard in weights.items():
                 if holders.get(name) != shard:
                     raise NotFound(
-                        f"cannot load {index}: it says that {name!r} is in {shard.name}, and it is not; the index and"
+                        f"cannot read {index}: it says that {name!r} is in {shard.name}, and it is not; the index and"
                         f" its shards are of different checkpoints, fetch them again"
                     )
 
@@ -232,7 +232,7 @@ def expand(path: Path) -> list[Path]:
     found = [entry for entry in inside if entry.name == INDEX]
     found = found or [entry for entry in inside if entry.suffix == SUFFIX]
     if not found:
-        raise NotFound(f"cannot load {path}: the folder has neither {INDEX} nor any *.safetensors file")
+        raise NotFound(f"cannot read {path}: the folder has neither {INDEX} nor any *.safetensors file")
     return found
 
 
@@ -254,7 +254,7 @@ def read_index(path: Path) -> dict[str, Path]:
         try:
             (path.parent / pure).stat()
         except FileNotFoundError:
-            raise NotFound(f"cannot load {path}: its shard {shard[:100]!r} is not there; fetch it again") from None
+            raise NotFound(f"cannot read {path}: its shard {shard[:100]!r} is not there; fetch it again") from None
         except OSError as error:
             raise file_error(path.parent / pure, error) from error
         except ValueError as error:  # a zero byte, or half a surrogate pair
@@ -285,14 +285,14 @@ def _said_of(path: Path) -> Iterator[None]:
 
 def refusal(path: Path, why: str) -> Invalid:
     """Return the error for a file that cannot be used."""
-    return Invalid(f"cannot load {path}: {why}")
+    return Invalid(f"cannot read {path}: {why}")
 
 
 def file_error(path: Path, error: OSError) -> CubrokerError:
     """Return the error for a file that the system does not open or read."""
     if isinstance(error, FileNotFoundError):
-        return NotFound(f"cannot load {path}: there is no such file; check the path")
-    why = f"cannot load {path}: {reason(error, path)}"
+        return NotFound(f"cannot read {path}: there is no such file; check the path")
+    why = f"cannot read {path}: {reason(error, path)}"
     if isinstance(error, PermissionError):
         return Denied(f"{why}; user {os.geteuid()} needs to be allowed to read it")
     return Invalid(f"{why}; {remedy(error) or 'check the file and the disk that it is on'}")

@@ -168,7 +168,10 @@ def test_what_there_is_can_be_listed(client: Broker, name: str) -> None:
     assert (info.name, info.version, info.state, info.leases) == (name, 1, "current", 0)
     assert client.session in [session.session for session in client.clients()]
     assert [device.uuid for device in client.devices()] == [device.uuid for device in client.driver.devices]
-    assert repr(client) == f"<Broker on {client.directory}, session {client.session}>"
+    with Broker(client.directory) as another:
+        shown = f"<Broker on {client.directory}, session {another.session}"
+        assert repr(another) == f"{shown}>"
+    assert repr(another) == f"{shown}, closed>"
 
 
 def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) -> None:

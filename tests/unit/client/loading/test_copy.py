@@ -326,7 +326,7 @@ def test_a_file_that_ends_early_stops_all_threads(
     with Checkpoint.open(path) as checkpoint:
         lent = memory(checkpoint)
         os.truncate(path, checkpoint.entries[-1].offset - 1000)
-        with pytest.raises(Invalid, match=f"cannot load {path}: it ended at byte"):
+        with pytest.raises(Invalid, match=f"cannot read {path}: it ended at byte"):
             copy_checkpoint(checkpoint, lent.layout, lent.targets)
     eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("cubroker-load")], "the end")
 
