@@ -168,15 +168,14 @@ class ServiceStatus:
         self._notifier = notifier
         self._also = (f"{SPEAKS}=1",) if standby else ()
         self._broker = broker
-        self._sent = ""
+        self._sent: str | None = ""  # the status; None: that the broker serves is to be sent, with its status
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
 
     def ready(self) -> None:
         """Report that the broker serves clients; from now on, also report its status."""
         if self._notifier:
-            self._sent = self._broker.status()
-            self._notifier.say(sd_notify.ready(self._sent, *self._also))
+            self._sent = None
             self._beat(self._notifier)
 
     def reloading(self) -> None:
@@ -188,6 +187,7 @@ class ServiceStatus:
         """Report that the broker begins to end within ``seconds``, and its status until then."""
         if self._notifier:
             self._stopping = True
+            self._sent = self._sent or ""
             self._notifier.say(sd_notify.stopping(seconds + LAST_SECONDS))
             self._beat(self._notifier)
 
@@ -209,7 +209,10 @@ class ServiceStatus:
         if interval:
             notifier.say(sd_notify.WATCHDOG, "life")
         if (status := self._broker.status()) != self._sent:
-            notifier.say(sd_notify.status(status), "status")
+            if self._sent is None:
+                notifier.say(sd_notify.ready(status, *self._also))
+            else:
+                notifier.say(sd_notify.status(status), "status")
             self._sent = status  # last: without memory to say it, it is said at the next beat
 
 

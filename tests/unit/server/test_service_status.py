@@ -89,9 +89,9 @@ def test_the_watchdog_is_fed_after_a_moment_without_memory_for_a_status(
         notifier = AsyncNotifier(Manager(str(fdstore.path), watchdog_interval=0.01))
         statuses = Statuses("fine")
         told = ServiceStatus(notifier, statuses)
-        count = fail_nth(monkeypatch, statuses, "status", 3, MemoryError())  # the first of a timer's
+        count = fail_nth(monkeypatch, statuses, "status", 2, MemoryError())  # the first of a timer's
         told.ready()
-        await until(lambda: count() > 3)
+        await until(lambda: count() > 2)
         await until(lambda: fdstore.said.count(("WATCHDOG", "1")) > 2)
         told.stopping()
         notifier.close()
@@ -112,6 +112,31 @@ def test_a_status_that_there_was_no_memory_to_send_is_sent_later(
         notifier.close()
 
     run(test())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_end_of_a_reload_that_there_was_no_memory_to_report_is_reported_later(
+    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    async def test() -> None:
+        notifier = AsyncNotifier(Manager(str(fdstore.path), watchdog_interval=0.01))
+        told = ServiceStatus(notifier, Statuses("fine", "fine", "better"), standby=True)
+        told.ready()
+        told.reloading()
+        fail_nth(monkeypatch, sd_notify, "ready", 1, MemoryError())
+        with pytest.raises(MemoryError):
+            told.ready()
+        if ends:
+            told.draining(1.0)
+        await until(lambda: fdstore.said.count(("STATUS", "better")) == 1)
+        told.stopping()
+        notifier.close()
+
+    run(test())
+    said = [each for each in fdstore.said if each[0] not in ("WATCHDOG", "MONOTONIC_USEC", "STATUS")]
+    ready = [("READY", "1"), ("X_STANDS_BY", "1")]
+    end = [("STOPPING", "1"), ("EXTEND_TIMEOUT_USEC", "61000000")] if ends else ready
+    assert said[:5] == [*ready, ("RELOADING", "1"), *end], "a broker that ends is not ready any more"
 
 
 def test_a_manager_that_is_gone_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
