@@ -126,7 +126,8 @@ def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str
     lines = [f"# {label}", ""]
     for key, value in about.items():
         if value is not None:
-            lines += wrap(f"- {key}: {_plain(value)}", 120, subsequent_indent="  ", break_long_words=False)
+            text = f"- {key}: {_plain(value)}"
+            lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     lines += [f"- asked for: `--devices {plan.devices}`, pools of {plan.nbytes / 1e9:g} GB", ""]
     lines += ["| benchmark | what | figure | |", "| --- | --- | ---: | --- |"]
     for name, figures in results.items():

@@ -78,6 +78,14 @@ def test_a_loader_that_is_missing_or_fails_gives_a_row_that_says_so(
     assert "| load | missing | - | no_such_package is not installed |" in text
 
 
+@pytest.mark.parametrize("room", range(8, 32))
+def test_names_of_packages_are_in_one_piece_where_lines_are_wrapped(room: int) -> None:
+    packages = {"x" * (120 - len("- packages:  1, ") - room): 1, "runai-model-streamer": "0.17.1"}
+    text = report.table("x", {"packages": packages}, options.parse("x", []), {})
+    assert max(map(len, text.splitlines())) <= 120
+    assert "runai-model-streamer" in text
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[None]:
     """Children of benchmarks are forked from a process that has imported torch, and are not measured."""
