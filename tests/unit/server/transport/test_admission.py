@@ -254,7 +254,7 @@ def test_a_client_that_could_not_be_welcomed_yet_is_so_by_the_next_broker(
 
 @pytest.mark.parametrize("admitted", [False, True], ids=["at once", "by the ledger"])
 def test_who_is_turned_away_hears_why_once_the_kernel_has_memory_for_it(
-    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch, admitted: bool
+    fdstore: FdStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, admitted: bool
 ) -> None:
     async def test() -> None:
         with attended(fdstore) as (stage, _, _):
@@ -266,12 +266,14 @@ def test_who_is_turned_away_hears_why_once_the_kernel_has_memory_for_it(
             fail_nth(monkeypatch, socket.socket, "send", 1, OSError(errno.ENOBUFS, "no memory now"))
             with stage.greets() as newcomer:
                 assert not speaks(newcomer)
+                newcomer.send(b"a session that is turned away is not heard")
                 await until(lambda: speaks(newcomer))
                 refused = hears(newcomer)
                 assert isinstance(refused, Refused)
                 assert refused.code == ("internal" if admitted else "over_quota")
                 assert newcomer.recv(1) == b""
             assert stage.stored() == stored
+        assert not [each for each in caplog.records if each.name == "asyncio"]
 
     run(test())
 

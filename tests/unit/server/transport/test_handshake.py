@@ -279,6 +279,7 @@ def test_a_peer_that_cannot_be_identified_is_turned_away(
 
     async def test() -> None:
         with connect(tmp_path) as guest:
+            guest.send(HELLO)
             async with opened(listener):
                 await until(lambda: readable(guest))
             assert refusal(guest) == "unavailable"
