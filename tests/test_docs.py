@@ -273,8 +273,8 @@ CAMPAIGNS = ROOT / "docs" / "reliability.md"
 @pytest.mark.parametrize("page", update_pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_figures_in_pages_are_those_of_the_results(page: Path) -> None:
     text = page.read_text()
-    assert len(update_pages.MARKED.findall(text)) == len(re.findall(r"<!-- [\w-]+: ", text)), (
-        "a mark stands before no figure"
+    assert len(update_pages.MARKED.findall(text)) == len(re.findall(r"<!--\s+[\w-]+:\s", text)), (
+        "a mark stands before no figure, or is not in one line"
     )
     assert update_pages.written(text) == text, "write them with python -m benchmarks.update_pages"
 
