@@ -248,7 +248,7 @@ async def _run(place: Directory, current: Current, fds: InheritedFds, ready: Cal
             service = ServiceStatus(fds.notifier, parts.broker, standby=fds.standby)
             reloading = asyncio.create_task(_reload(current, signals, parts, service))
             undo.callback(reloading.cancel)
-            service.ready()  # before any output: the service manager is told even if nobody reads the log
+            service.ready()  # before any output: the service manager is told even if the log has no reader
             if ready:
                 ready()
             log.info("serving on %s", place.path)
