@@ -212,8 +212,7 @@ def publish(
         written: names of tensors that engines write, as :func:`writes` has measured them; they are private.
         private: names of other tensors to make private, such as those that engines save and restore.
         attributes: attributes of the module itself that :func:`bind` sets.
-        consumed: names of tensors that a new module of the kind has, and that post-processing has removed from this
-            one; :func:`bind` removes them, too.
+        consumed: names of tensors that post-processing has removed from the model; :func:`bind` removes them, too.
         like: the manifest of the version before. Only the names in it are published, and it replaces ``written``,
             ``private``, ``attributes`` and ``consumed``. So a running module does not publish tensors that it made
             later, such as its caches, and processes that have the version before can :func:`switch`.

@@ -97,8 +97,7 @@ def fetch(
         owner: whose version is enough with ``if_absent``, in addition to this user's, root's and the broker's.
         wait: seconds to wait for a source that has it and has room for a reader, for room here, and for other writers.
         width: the most sources to read from at the same time.
-        patience: seconds after which a source that delivers nothing is given up, and for which a fetch that has begun
-            continues without any source.
+        patience: seconds that a source may deliver nothing, and that a fetch continues without any source.
         connect_timeout: seconds to wait for this host's broker to open the session, as for :class:`cubroker.Broker`.
         progress: called repeatedly, by this thread, with the bytes that are there and the bytes in all.
 
