@@ -345,8 +345,8 @@ def eta(seconds: float) -> str:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Display]:
-    from rich import progress as rich
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column
     from rich.text import Text
 
@@ -354,20 +354,16 @@ def _bar(title: str) -> Iterator[Display]:
         def show_cursor(self, show: bool = True) -> bool:  # never hidden: a killed process could not show it again
             return False
 
-    class Figures(rich.ProgressColumn):
-        def render(self, task: rich.Task) -> Text:
+    class Figures(ProgressColumn):
+        def render(self, task: Task) -> Text:
             if task.total is None:  # the load waits for its turn, or for room
                 return Text(task.fields["reason"])
             speed = format.size(task.speed or 0)
             left = "" if task.time_remaining is None else f"  {eta(task.time_remaining)}"
             return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s{left}")
 
-    columns = (
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        Figures(Column(no_wrap=True)),
-    )
-    with rich.Progress(*columns, console=CursorShown(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
+    with Progress(*columns, console=CursorShown(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None, reason="")
 
         class Bar:
