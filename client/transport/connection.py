@@ -32,10 +32,10 @@ BATCH = 256
 BATCH_BYTES = 1 << 20
 """The most bytes of these answers, not counting the last one."""
 
-QUEUED = 8
+QUEUED = 32
 """Requests that libzmq queues for a gateway that does not read. Later requests wait in the outbox, and until it is
-empty no request is sent a second time: a request has up to ten megabytes, and each copy would be kept. A smaller number
-makes floods of requests slower: libzmq reports room only when half of the queue was read."""
+empty no request is sent a second time. A smaller number makes floods of requests slower: libzmq reports room only when
+half of the queue was read. A larger one would keep more copies of a request for a gateway that is stopped."""
 
 
 class Waker:

@@ -6,8 +6,8 @@ runs the steps and blocks its thread; :func:`run_in_loop` runs them in an event 
 Any thread posts requests, by one call into C; the connection's thread numbers, encodes and settles them. So no lock is
 held while a request is made, and a signal handler that interrupts a request may make another.
 
-A request is sent again under its number when the gateway was replaced, and once a second while it is unanswered: the
-broker executes it once, and answers it each time.
+A request is sent again under its number when the gateway was replaced, and once a second while it is unanswered, or at
+growing intervals if it is large: the broker executes it once, and answers it each time.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ T = TypeVar("T")
 
 RESEND = 1.0
 """Seconds after which an unanswered request is sent again."""
+
+LARGE = 64 << 10
+"""Bytes of a request past which these seconds double with each copy: what a stopped gateway has not read is kept."""
 
 PART = 1.0
 """Seconds: the longest part of a wait with a limit."""
@@ -241,15 +244,17 @@ def blocking(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
 class Pending:
     """A request until it is settled."""
 
-    __slots__ = ("body", "number", "sent", "settle", "settled")
+    __slots__ = ("body", "due", "number", "pause", "settle", "settled")
 
     body: Request
 
     def __init__(self, settle: Settle) -> None:
         #: Its number, once it is on its way; 0 before.
         self.number = 0
-        #: When it was sent last, by the monotonic clock.
-        self.sent = 0.0
+        #: When it is sent again, by the monotonic clock.
+        self.due = 0.0
+        #: Seconds from the last copy to the next.
+        self.pause = RESEND
         self.settled = False
         self.settle = settle
 
@@ -377,16 +382,21 @@ class Requests(NotPicklable):
         return pending.body
 
     def resend_all(self) -> None:
-        """Put every unanswered request into the outbox, oldest first, and nothing else."""
+        """Put every unanswered request into the outbox, oldest first, and nothing else: the gateway is a new one."""
         self.outbox.clear()
-        self._resend(inf)
+        now = monotonic()
+        for number, pending in self._pending.items():
+            pending.pause = RESEND
+            self._put_out(pending, self._pack(number, pending.body), now)
 
     def resend_overdue(self) -> None:
-        """Put those requests into the outbox that were sent :data:`RESEND` seconds ago, or earlier."""
+        """Put those requests into the outbox that are due to be sent again."""
         now = monotonic()
         if now >= self._checked + RESEND / 2 and not self.outbox:
             self._checked = now
-            self._resend(now - RESEND)
+            for number, pending in self._pending.items():
+                if pending.due <= now:
+                    self._put_out(pending, self._pack(number, pending.body), now)
 
     def close(self, reason: CubrokerError, *, quietly: bool = False) -> None:
         """Settle every request with ``reason``, and every later one too; ``quietly``: the later ones alone."""
@@ -412,10 +422,10 @@ class Requests(NotPicklable):
             return pending.end(error)
         except (TypeError, ValueError) as error:
             return pending.end(Invalid(f"a request that cannot be sent: {error}"))
-        pending.number, pending.sent = self._next, monotonic()
+        pending.number = self._next
         self._next += 1
         self._pending[pending.number] = pending
-        return self.outbox.append(data)
+        return self._put_out(pending, data, monotonic())
 
     def _cancel(self, pending: Pending) -> None:
         if not pending.number:
@@ -425,12 +435,11 @@ class Requests(NotPicklable):
             request.body = Cancel(pending.number)
             self._begin(request)
 
-    def _resend(self, before: float) -> None:
-        now = monotonic()
-        for number, pending in self._pending.items():
-            if pending.sent <= before:
-                pending.sent = now
-                self.outbox.append(self._pack(number, pending.body))
+    def _put_out(self, pending: Pending, data: bytes, now: float) -> None:
+        self.outbox.append(data)
+        pending.due = now + pending.pause
+        if len(data) > LARGE:
+            pending.pause *= 2
 
     def _pack(self, number: int, body: Request) -> bytes:
         """Encode a request, with the numbers of received answers: the broker drops these, and may wait for the room."""

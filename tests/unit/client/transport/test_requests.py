@@ -23,6 +23,7 @@ from cubroker.protocol.messages import (
     Pools,
     Reply,
     Request,
+    SetLayout,
 )
 from cubroker.protocol.wire import Bearer
 
@@ -127,6 +128,22 @@ def test_only_what_was_sent_a_while_ago_is_sent_again(monkeypatch: pytest.Monkey
     assert [number for number, _, _ in desk.sent()] == [1]
     desk.requests.resend_overdue()
     assert desk.sent() == []
+
+
+def test_a_large_request_is_sent_again_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(requests, "monotonic", lambda: now)
+    desk = Desk()
+    desk.requests.submit(SetLayout(1, bytes(requests.LARGE)))
+    sent = list[float]()
+    for tick in range(40):
+        now = tick * requests.RESEND
+        if tick == 20:
+            desk.leave()
+            desk.requests.resend_all()  # the gateway was replaced
+        desk.requests.resend_overdue()
+        sent += [now / requests.RESEND] * len(desk.leave())
+    assert sent == [0, 1, 3, 7, 15, 20, 21, 23, 27, 35]
 
 
 def test_what_is_sent_again_tells_what_came_since() -> None:
