@@ -58,6 +58,7 @@ class Broker(Reconnecting):
         wait: seconds to wait for a broker, if none serves yet.
 
     Raises:
+        Invalid: the directory is empty, or a timeout is 0 or too long.
         Unavailable: no broker serves there or answers in time, or this process is short of descriptors, threads or
             memory.
         TimedOut: no broker served within ``wait`` seconds.

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import translate
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from cubroker.driver import Context, Device, Driver, DriverError, device_names, load
@@ -172,20 +173,28 @@ def resolve_plan(plan: Plan, names: Iterable[str]) -> dict[str, DeviceId]:
     A tensor's own name precedes patterns; if several patterns match, the first one counts.
 
     Raises:
-        Invalid: no entry matches a tensor, or an entry matches no tensor.
+        Invalid: no entry matches a tensor; or an entry matches no tensor, or comes after a pattern for another device
+            that matches all its tensors and more.
     """
     listed = dict.fromkeys(names)
     patterns = {entry: re.compile(translate(entry)).match for entry in plan if entry not in listed}
     found: dict[str, DeviceId] = {}
-    used: set[str] = set()
+    matches: dict[str, set[str]] = {entry: set() for entry in patterns}
     for name in listed:
         entries = [entry for entry, match in patterns.items() if match(name)]
-        used.update(entries)
+        for entry in entries:
+            matches[entry].add(name)
         if name in plan:
             entries = [name]
         if not entries:
             raise Invalid(f"the plan has no device for tensor {name!r}; add its name, or '*' as the last pattern")
         found[name] = plan[entries[0]]
-    if unused := [entry for entry in patterns if entry not in used]:
-        raise Invalid(f"the plan's {unused[0]!r} is no tensor's name and matches none; leave it out, or correct it")
+    for late, (entry, matched) in enumerate(matches.items()):
+        if not matched:
+            raise Invalid(f"the plan's {entry!r} is no tensor's name and matches none; leave it out, or correct it")
+        for earlier in islice(matches, late):
+            if matched < matches[earlier] and plan[earlier] != plan[entry]:
+                raise Invalid(
+                    f"the plan's {entry!r} comes after {earlier!r}, which matches its tensors and more; put it first"
+                )
     return found

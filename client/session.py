@@ -33,7 +33,7 @@ from cubroker.driver import Driver
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, explain
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import Done, Find, Found, Reply, Request
-from cubroker.protocol.paths import find_directory
+from cubroker.protocol.paths import absolute, find_directory
 from cubroker.protocol.wire import authentication
 
 log = logging.getLogger(__name__)
@@ -379,8 +379,8 @@ class Reconnecting(NotPicklable, Closeable):
         self._reopening = RLock()  # a signal handler or a finalizer may reopen in the middle
 
         def attempt() -> ClientSession:  # looks again each time: the host's broker may have started, or this user's
-            place = find_directory() if directory is None else Path(directory)
-            return ClientSession(place.absolute(), timeout, greeting)
+            place = find_directory().absolute() if directory is None else absolute(directory)
+            return ClientSession(place, timeout, greeting)
 
         session = until_served(attempt, seconds(wait), self._closed.wait)
         if directory is None and not os.environ.get("CUBROKER_DIR"):

@@ -45,6 +45,13 @@ def check(directory: Path) -> None:
         raise Invalid(f"{longest} is longer than the {MAX_PATH} bytes of a socket's path; choose a shorter directory")
 
 
+def absolute(directory: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a directory that a caller names; raises ``Invalid`` if the name is empty."""
+    if not os.fspath(directory):  # Path("") is the current folder
+        raise Invalid("an empty path as the directory of the broker; has the variable that it comes from a value?")
+    return Path(directory).absolute()
+
+
 def find_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
     """Return the directory to which a client connects by default: the user's or the host's, whichever has a socket.
 

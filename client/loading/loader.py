@@ -84,9 +84,9 @@ def load(
 
     Raises:
         CubrokerError: about the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
-            read; about the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none; from the
-            broker, as :meth:`Broker.create` says; about ``digest``, ``Unsupported`` without numpy on host devices, or
-            if the broker is too old. After an error nothing of the draft is left.
+            read; about the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none or comes
+            too late; from the broker, as :meth:`Broker.create` says; about ``digest``, ``Unsupported`` without numpy on
+            host devices, or if the broker is too old. After an error nothing of the draft is left.
     """
     began = time.perf_counter()
     if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests

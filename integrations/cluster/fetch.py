@@ -39,7 +39,7 @@ from cubroker.protocol.errors import (
 )
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO
-from cubroker.protocol.paths import find_directory
+from cubroker.protocol.paths import absolute, find_directory
 
 MODULE = "cubroker.integrations.cluster.fetch_process"
 
@@ -232,7 +232,7 @@ def _ordered(
         name=name,
         peers=_listed("sources", sources),
         certificates=os.fspath(identity.find_folder(certificates)),
-        directory=None if directory is None else os.fspath(Path(directory).absolute()),
+        directory=None if directory is None else os.fspath(absolute(directory)),
         devices=_devices(devices),
         **terms,
     )

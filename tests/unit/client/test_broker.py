@@ -230,6 +230,12 @@ def test_a_timeout_must_be_some_time(lender: BrokerProcess, timeout: float) -> N
         Broker(lender.directory, timeout=timeout)
 
 
+def test_an_empty_directory_is_not_the_current_folder(monkeypatch: pytest.MonkeyPatch, lender: BrokerProcess) -> None:
+    monkeypatch.chdir(lender.directory)
+    with pytest.raises(Invalid, match="an empty path as the directory of the broker; has the variable"):
+        Broker("")
+
+
 def test_the_directory_comes_from_the_environment(lender: BrokerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBROKER_DIR", str(lender.directory))
     with Broker() as broker:

@@ -243,11 +243,11 @@ NAMES = ("embed", "layers.0.q", "layers.1.q", "layers.1.norm[0]", "head")
 
 
 def test_a_name_goes_before_patterns_and_of_these_the_first_counts() -> None:
-    plan = {"layers.*": 1, "layers.1.*": 2, "layers.1.norm[0]": 3, "*": 0, "head": 4, "[eh]*": 5}
+    plan = {"layers.1.*": 2, "layers.*": 1, "layers.1.norm[0]": 3, "[eh]*": 5, "*": 0, "head": 4}
     assert resolve_plan(plan, NAMES) == {
-        "embed": 0,
+        "embed": 5,
         "layers.0.q": 1,
-        "layers.1.q": 1,
+        "layers.1.q": 2,
         "layers.1.norm[0]": 3,
         "head": 4,
     }
@@ -259,6 +259,11 @@ def test_a_plan_by_names_alone_is_what_it_is() -> None:
     assert list(resolve_plan(plan, NAMES)) == list(NAMES)
 
 
+def test_a_pattern_may_take_no_tensor_where_its_order_changes_nothing() -> None:
+    for plan in ({"layers.*": 1, "[eh]*": 2, "*": 0}, {"*": 1, "layers.*": 1}, {"*": 0, "?*": 1}):
+        assert set(resolve_plan(plan, NAMES).values()) <= {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
@@ -266,6 +271,10 @@ def test_a_plan_by_names_alone_is_what_it_is() -> None:
         ({"*": 1, "layers.7.*": 0}, r"the plan's 'layers\.7\.\*' is no tensor's name and matches none"),
         ({"*": 1, "tail": 0}, "the plan's 'tail' is no tensor's name"),
         ({}, "no device for tensor 'embed'"),
+        (
+            {"*": 0, "layers.*": 1},
+            r"the plan's 'layers\.\*' comes after '\*', which matches its tensors and more; put it first",
+        ),
     ],
 )
 def test_what_a_plan_leaves_open_or_says_of_nothing_is_refused(plan: dict[str, int], says: str) -> None:

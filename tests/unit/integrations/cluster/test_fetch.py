@@ -271,6 +271,7 @@ def test_without_nixl_the_extra_is_named(
         ({"connect_timeout": inf}, Invalid, "connect_timeout is inf s"),
         ({"wait": -1.0}, Invalid, r"a wait of -1\.0 seconds"),
         ({"wait": inf}, Invalid, "a wait of inf seconds"),
+        ({"directory": ""}, Invalid, "an empty path as the directory of the broker"),
         ({"devices": [], "if_absent": True}, Invalid, "devices is empty; name at least one, or leave it out"),
         ({"devices": "GPU-1"}, Invalid, r"devices is 'GPU-1', and no list; pass \['GPU-1'\]"),
         ({"devices": 0}, Invalid, r"devices is 0, and no list; pass \[0\]"),
