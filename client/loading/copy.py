@@ -184,7 +184,7 @@ class FileCopy(SupervisedThread[float]):
 
     def work(self) -> float:
         """See :class:`SupervisedThread`."""
-        with WorkerThreads(1, self._name, self._todo) as room:
+        with WorkerThreads(1, self._name, self._todo.clear) as room:
             if not self._planned.done():
                 room.submit(make_room, ROOM)
                 self._context()
@@ -212,7 +212,7 @@ class FileCopy(SupervisedThread[float]):
         # The relay ends after the threads, which use it; the readers end after the rings, which wait for them.
         with (
             ExitStack() as undo,
-            WorkerThreads(rings + PYTHON_READERS, self._name, self._todo) as pool,
+            WorkerThreads(rings + PYTHON_READERS, self._name, self._todo.clear) as pool,
             ExitStack() as work,
         ):
             readers = Readers()

@@ -7,24 +7,19 @@ all work with one call into C, and then only waits.
 
 from __future__ import annotations
 
-import os
 from _thread import start_new_thread
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from threading import Thread
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Generic, ParamSpec, TypeVar, cast
 
 from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.requests import Future
 from cubroker.protocol.errors import Unavailable
-
-MAX_THREADS = 12
-"""The most threads of a comparison. They all need the interpreter, and 16 on 16 cores were slower by a sixth."""
 
 REPORT_SECONDS = 0.1
 """Seconds between reports of progress."""
@@ -33,41 +28,8 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
 
 
-class Clearable(Protocol):
-    """A collection of work that is left to do."""
-
-    def clear(self) -> None:
-        """Drop all of it."""
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def run_workers(
-    name: str, todo: deque[Any], work: Callable[[list[int]], T], total: int, progress: Progress | None
-) -> T:
-    """Run ``work(done)`` on a thread of its own and return its result; an interrupt or error of the caller ends it.
-
-    Args:
-        name: of the thread.
-        todo: what is left to do; the work ends when it is empty.
-        work: does the work with ``len(done)`` threads; each counts the bytes that it has done in its item of ``done``.
-        total: bytes in all.
-        progress: called by this thread, now and then, with bytes done and bytes in all.
-    """
-    done = [0] * count_threads(len(todo), MAX_THREADS)
-    thread = SupervisedCall(name, partial(work, done), todo.clear)
-    try:
-        thread.begin()
-        return thread.result((lambda: progress(sum(done), total)) if progress else None)
-    finally:
-        thread.end()
-
-
-def count_threads(tasks: int, limit: int) -> int:
-    """Return how many threads share some tasks: at most ``limit``, and at most one per core."""
-    return max(1, min(len(os.sched_getaffinity(0)), limit, tasks))
 
 
 def drain(todo: deque[T], do: Callable[[T], None]) -> None:
@@ -84,19 +46,19 @@ def drain(todo: deque[T], do: Callable[[T], None]) -> None:
 
 
 class WorkerThreads(ThreadPoolExecutor):
-    """The threads that share the work ``todo``. If a thread cannot start, ``todo`` is cleared, so that all end."""
+    """Threads that share some work. If a thread cannot start, ``stop`` is called, so that the others end."""
 
-    def __init__(self, count: int, name: str, todo: Clearable) -> None:
+    def __init__(self, count: int, name: str, stop: Callable[[], object]) -> None:
         super().__init__(count, name)
         self._name = name
-        self._todo = todo
+        self._stop = stop
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> futures.Future[T]:
         """Have a thread call ``fn``; raises ``Unavailable`` if no thread can start."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
-            self._todo.clear()
+            self._stop()
             raise _no_thread(self._name, error) from error
 
 
@@ -202,20 +164,3 @@ class SupervisedThread(ABC, Generic[T]):
             self.clean()
         finally:
             self._over.set(None)
-
-
-class SupervisedCall(SupervisedThread[T]):
-    """A thread that makes one call, which ``stop`` makes end early."""
-
-    def __init__(self, name: str, call: Callable[[], T], stop: Callable[[], object]) -> None:
-        super().__init__(name)
-        self._call = call
-        self._stop = stop
-
-    def work(self) -> T:
-        """Make the call."""
-        return self._call()
-
-    def stop(self) -> None:
-        """Make the call end early."""
-        self._stop()

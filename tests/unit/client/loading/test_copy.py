@@ -28,7 +28,7 @@ from cubroker.client.loading.copy import (
 )
 from cubroker.client.loading.read_plan import Chunk
 from cubroker.client.loading.targets import PeerCopies, Target, homes_of
-from cubroker.client.loading.threads import Progress, SupervisedCall, WorkerThreads, drain
+from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
 from cubroker.driver.buffers import address
@@ -512,10 +512,22 @@ class Work:
         return get_ident()
 
 
+class Supervised(SupervisedThread[int]):
+    def __init__(self, call: Callable[[], int], stop: Callable[[], object]) -> None:
+        super().__init__("worker")
+        self._call, self._stop = call, stop
+
+    def work(self) -> int:
+        return self._call()
+
+    def stop(self) -> None:
+        self._stop()
+
+
 def supervised(
     call: Callable[[], int], stop: Callable[[], object] = lambda: None, report: Callable[[], None] | None = None
 ) -> int:
-    thread = SupervisedCall("worker", call, stop)
+    thread = Supervised(call, stop)
     try:
         thread.begin()
         return thread.result(report)
@@ -609,7 +621,7 @@ def test_a_copy_for_which_threads_have_run_out_is_unavailable_and_names_the_limi
 def test_threads_that_run_out_leave_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Thread, "start", none_left)
     todo = deque([1])
-    with WorkerThreads(2, "worker", todo) as pool, pytest.raises(Unavailable):
+    with WorkerThreads(2, "worker", todo.clear) as pool, pytest.raises(Unavailable):
         pool.submit(int)
     assert not todo
 
