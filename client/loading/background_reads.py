@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import EINPROGRESS
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from cubroker.client.loading.read_plan import Chunk, Readable
 
@@ -68,31 +68,18 @@ _LIO_READ, _LIO_NOWAIT, _SIGEV_NONE = 0, 1, 1
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
-class ChunkRead(Protocol):
-    """A read in progress."""
+ChunkRead: TypeAlias = "ThreadRead | AioRead"
+"""A read in progress."""
 
-    def wait(self) -> None:
-        """Wait until the chunk is read; raise the file's error if it cannot be read."""
-
-    def finish(self) -> None:
-        """Wait until nothing is written to the image any more, also if the read failed."""
-
-
-class Reads(Protocol):
-    """The reads of one thread, which waits for each of them."""
-
-    def start(self, file: Readable, chunk: Chunk, pointer: int) -> ChunkRead:
-        """Begin to read a chunk into its image in host memory at ``pointer``."""
-
-    def close(self) -> None:
-        """Release what the reads share; all of them are finished."""
+Reads: TypeAlias = "Readers | AioReads"
+"""What a thread has chunks read by; it waits for each read."""
 
 
 def reads_of(files: Sequence[Readable], readers: Readers) -> Callable[[], Reads]:
     """Return a factory of :class:`Reads`, one for each thread that reads some of these files."""
     if reads_in_c(files):
-        return lambda: AioReads(ThreadReads(readers))
-    return lambda: ThreadReads(readers)
+        return lambda: AioReads(readers)
+    return lambda: readers
 
 
 def reads_in_c(files: Sequence[Readable]) -> bool:
@@ -115,7 +102,7 @@ class Readers:
 
         readers = Readers()
         with readers.at_work(pool.submit, 8):
-            part = readers.read(file, buffers, offset)      # a future
+            read = readers.start(file, chunk, pointer)
     """
 
     def __init__(self) -> None:
@@ -139,7 +126,28 @@ class Readers:
             for _ in range(count):
                 self._parts.put(None)
 
-    def read(self, file: Readable, buffers: list[memoryview], offset: int) -> Future[None]:
+    def start(self, file: Readable, chunk: Chunk, pointer: int) -> ThreadRead:
+        """Begin to read a chunk into its image in host memory at ``pointer``.
+
+        The caller reads a small chunk itself: to hand it over would take longer.
+        """
+        read = ThreadRead()
+        try:
+            for offset, pieces in chunk.parts(THREAD_PART):
+                buffers = [at_address(pointer + place, count) for place, count in pieces]
+                if self.working and chunk.nbytes >= SMALL:
+                    read.parts.append(self._read(file, buffers, offset))
+                else:
+                    file.read_into(buffers, offset)
+        except BaseException:
+            read.finish()
+            raise
+        return read
+
+    def close(self) -> None:
+        """Do nothing: the threads end with :meth:`at_work`."""
+
+    def _read(self, file: Readable, buffers: list[memoryview], offset: int) -> Future[None]:
         """Queue a read and return its future."""
         done: Future[None] = Future()
 
@@ -159,31 +167,6 @@ class Readers:
             read()
 
 
-class ThreadReads:
-    """Reads by Python's threads."""
-
-    def __init__(self, readers: Readers) -> None:
-        self._readers = readers
-
-    def start(self, file: Readable, chunk: Chunk, pointer: int) -> ThreadRead:
-        """See :class:`Reads`. The caller reads a small chunk itself: to hand it over would take longer."""
-        read = ThreadRead()
-        try:
-            for offset, pieces in chunk.parts(THREAD_PART):
-                buffers = [at_address(pointer + place, count) for place, count in pieces]
-                if self._readers.working and chunk.nbytes >= SMALL:
-                    read.parts.append(self._readers.read(file, buffers, offset))
-                else:
-                    file.read_into(buffers, offset)
-        except BaseException:
-            read.finish()
-            raise
-        return read
-
-    def close(self) -> None:
-        """See :class:`Reads`."""
-
-
 class ThreadRead:
     """A read by Python's threads."""
 
@@ -191,13 +174,13 @@ class ThreadRead:
         self.parts: list[Future[None]] = []
 
     def wait(self) -> None:
-        """See :class:`ChunkRead`."""
+        """Wait until the chunk is read; raise the file's error if it cannot be read."""
         self.finish()
         for part in self.parts:
             part.result()
 
     def finish(self) -> None:
-        """See :class:`ChunkRead`."""
+        """Wait until nothing is written to the image any more, also if the read failed."""
         futures.wait(self.parts)
 
 
@@ -339,13 +322,13 @@ class AioReads:
     of the chunk before it.
     """
 
-    def __init__(self, others: ThreadReads) -> None:
+    def __init__(self, others: Readers) -> None:
         self._others = others
         self._descriptors: list[_Descriptors] = []
         self._idle: list[_Requests] = []
 
     def start(self, file: Readable, chunk: Chunk, pointer: int) -> ChunkRead:
-        """See :class:`Reads`."""
+        """See :class:`Readers`."""
         parts = [] if has_many_pieces(chunk) else [*chunk.parts(AIO_PART)]
         descriptors = self._descriptors_of(file, len(parts)) if parts else None
         if descriptors is None:
@@ -366,7 +349,7 @@ class AioReads:
         return AioRead(file, requests, count, self._idle, descriptors)
 
     def close(self) -> None:
-        """See :class:`Reads`."""
+        """Close the descriptors; all reads are finished."""
         while self._descriptors:
             self._descriptors.pop().close()
 
@@ -403,7 +386,7 @@ class AioRead:
         self._descriptors: _Descriptors | None = descriptors
 
     def wait(self) -> None:
-        """See :class:`ChunkRead`. This thread reads what the library could not read, or raises the file's error."""
+        """See :class:`ThreadRead`. This thread reads what the library could not read, or raises the file's error."""
         self._await()
         short = [request for request in self._requests.items[: self._count] if request.return_value != request.nbytes]
         for request in short:
@@ -412,7 +395,7 @@ class AioRead:
         self.finish()
 
     def finish(self) -> None:
-        """See :class:`ChunkRead`."""
+        """See :class:`ThreadRead`."""
         if self._descriptors:
             self._await()
             self._descriptors.readers -= 1

@@ -22,7 +22,7 @@ from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Protocol, Self
+from typing import Self, TypeAlias
 
 from cubroker.client.loading.background_reads import (
     ChunkRead,
@@ -300,14 +300,8 @@ class FileCopy(SupervisedThread[float]):
                 log.warning("%s cannot give back what it held: %s", self._name, error)
 
 
-class Staging(Protocol):
-    """What the threads of a copy read into."""
-
-    def writer(self) -> HostWriter | PinnedRing:
-        """Return the writer of one thread, which brings chunks to targets."""
-
-    def close(self) -> None:
-        """Release what it holds; no writer is used any more."""
+Staging: TypeAlias = "DirectStaging | PinnedStaging"
+"""What the threads of a copy read into."""
 
 
 def make_staging(context: Context, rings: int, depth: int, make_reads: Callable[[], Reads]) -> Staging:
@@ -324,12 +318,12 @@ class DirectStaging:
         self._writers: list[HostWriter] = []
 
     def writer(self) -> HostWriter:
-        """See :class:`Staging`."""
+        """Return the writer of one thread, which brings chunks to targets."""
         self._writers.append(HostWriter(self._depth, self._make_reads()))
         return self._writers[-1]
 
     def close(self) -> None:
-        """See :class:`Staging`."""
+        """Release what it holds; no writer is used any more."""
         while self._writers:
             self._writers.pop().close()
 
@@ -349,13 +343,13 @@ class PinnedStaging:
         self._idle = [*self._rings]
 
     def writer(self) -> PinnedRing:
-        """See :class:`Staging`."""
+        """See :class:`DirectStaging`."""
         ring = self._idle.pop()
         ring.lane(self._context)  # before there are targets
         return ring
 
     def close(self) -> None:
-        """See :class:`Staging`."""
+        """See :class:`DirectStaging`."""
         self._idle.clear()
         with ExitStack() as undo:
             undo.callback(self._pinned.close)
