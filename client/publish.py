@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, Self
+from typing import Self
 
 from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
@@ -34,49 +34,11 @@ from cubroker.protocol.layout import Layout, TensorSpec
 _Placed = tuple[str, TensorSpec, int]
 """An array by name, its place, and its bytes."""
 
+_Ready = tuple[list[_Placed], list[Segment]]
+"""Arrays without gaps on one device, which are copied into one allocation."""
+
 _Near = tuple[DeviceArray, TensorSpec, int]
-"""An array that a device has to make contiguous before it is copied from device to device."""
-
-
-class _Group:
-    """Arrays without gaps on one device, which are copied into one allocation.
-
-    Their addresses are found in advance, except those of memory that the broker lends: a hold on such memory keeps its
-    pool from being switched, put to sleep or sealed, and a publication that waits for room must not do that.
-    """
-
-    def __init__(self, *, lent: bool) -> None:
-        self.members: list[_Placed] = []
-        self._arrays: list[DeviceArray] = []
-        self._segments: list[Segment] | None = None if lent else []
-
-    def add(self, placed: _Placed, array: DeviceArray) -> None:
-        """Add an array."""
-        self.members.append(placed)
-        self._arrays.append(array)
-        if self._segments is not None:
-            self._segments.append((placed[1].offset, array.contiguous()[0], placed[2]))
-
-    def segments(self, kept: list[object]) -> list[Segment]:
-        """Return each array's offset in the allocation, address and bytes; add what keeps the arrays to ``kept``."""
-        if self._segments is not None:
-            return self._segments
-        found: list[Segment] = []
-        for (_, spec, nbytes), array in zip(self.members, self._arrays, strict=True):
-            pointer, keeper = array.contiguous()
-            kept.append(keeper)
-            del keeper  # a traceback may keep this frame for long
-            found.append((spec.offset, pointer, nbytes))
-        return found
-
-
-class _Ways(NamedTuple):
-    """How arrays can be copied to their places in a layout."""
-
-    #: Arrays without gaps on devices: by context, whether they are lent, and allocation.
-    groups: Mapping[tuple[Context, bool, int], _Group]
-    #: All other arrays.
-    rest: Sequence[_Placed]
+"""An array whose address is found only when it is copied from device to device."""
 
 
 class Sources:
@@ -85,7 +47,9 @@ class Sources:
     def __init__(self, driver: Driver, arrays: Arrays) -> None:
         self._driver = driver
         self._arrays = arrays
-        self._ways: _Ways | None = None
+        #: Arrays that are copied from their addresses, by context and allocation, and all others; see :meth:`prepare`.
+        self._ready: dict[tuple[Context, int], _Ready] = {}
+        self._rest: list[_Placed] = []
 
     @classmethod
     def of(cls, source: object, driver: Driver) -> Self:
@@ -173,13 +137,13 @@ class Sources:
         return next((uuid for uuid in devices if uuid in there), devices[0])
 
     def prepare(self, layout: Layout) -> None:
-        """Group the arrays by the allocations of a layout, and find their addresses, for :meth:`fill`.
+        """Group the arrays by the allocations of a layout, and find their addresses, for :meth:`fill`; once.
 
-        That needs no draft yet. :meth:`fill` does it if this was not called.
+        That needs no draft yet. The addresses of memory that the broker lends are found later: a hold on such memory
+        keeps its pool from being switched, put to sleep or sealed, and a publication that waits for room must not do
+        that.
         """
         specs = {spec.name: spec for spec in layout.tensors}
-        groups: dict[tuple[Context, bool, int], _Group] = {}
-        rest: list[_Placed] = []
         filled: set[tuple[int, int]] = set()
         for name, array in self._arrays.items():
             spec = specs[name]
@@ -187,14 +151,12 @@ class Sources:
             if not nbytes or place in filled:
                 continue
             filled.add(place)
-            if isinstance(array, DeviceArray) and not array.copies:
-                key = array.context, array.lent, spec.allocation
-                if key not in groups:
-                    groups[key] = _Group(lent=array.lent)
-                groups[key].add((name, spec, nbytes), array)
+            if isinstance(array, DeviceArray) and not (array.copies or array.lent):
+                placed, segments = self._ready.setdefault((array.context, spec.allocation), ([], []))
+                placed.append((name, spec, nbytes))
+                segments.append((spec.offset, array.contiguous()[0], nbytes))
             else:
-                rest.append((name, spec, nbytes))
-        self._ways = _Ways(groups, rest)
+                self._rest.append((name, spec, nbytes))
 
     def fill(self, draft: Draft) -> None:
         """Copy the arrays to their places in a draft, on all its devices; every copy is done when this returns.
@@ -204,24 +166,20 @@ class Sources:
             Unavailable: threads have run out.
             OutOfMemory, DeviceFailure: the driver refused.
         """
-        if self._ways is None:
-            self.prepare(draft.layout)
-        ways, self._ways = self._ways, None
-        assert ways
         targets = [target_of(replica) for replica in draft.replicas if replica.allocations]
         if not targets:
             return
-        ready: list[tuple[Context, int, _Group]] = []
+        ready: dict[tuple[Context, int], list[Segment]] = {}
         near: list[_Near] = []
         far: list[_Placed] = []
-        for (home, lent, allocation), group in ways.groups.items():
-            if self._reach(targets, home, lent, allocation):
-                ready.append((home, allocation, group))
+        for (home, allocation), (placed, segments) in self._ready.items():
+            if self._reach(targets, home, allocation):
+                ready[home, allocation] = segments
             else:
-                far += group.members
-        for name, spec, nbytes in ways.rest:
+                far += placed
+        for name, spec, nbytes in self._rest:
             array = self._arrays[name]
-            if isinstance(array, DeviceArray) and self._reach(targets, array.context, array.lent, spec.allocation):
+            if isinstance(array, DeviceArray) and self._reach(targets, array.context, spec.allocation, array.lent):
                 near.append((array, spec, nbytes))
             else:
                 far.append((name, spec, nbytes))
@@ -239,7 +197,7 @@ class Sources:
         except DriverError as error:
             raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
 
-    def _reach(self, targets: Iterable[Target], home: Context, lent: bool, allocation: int) -> bool:
+    def _reach(self, targets: Iterable[Target], home: Context, allocation: int, lent: bool = False) -> bool:
         """Whether every device that copies an array itself, not from another replica, can read it where it is."""
         return all(
             target.context is home
@@ -301,7 +259,7 @@ def _home(array: HostArray | DeviceArray, devices: Sequence[str]) -> str:
 
 def _copy_on_devices(
     driver: Driver,
-    ready: Sequence[tuple[Context, int, _Group]],
+    ready: Mapping[tuple[Context, int], Sequence[Segment]],
     near: Sequence[_Near],
     targets: Sequence[Target],
 ) -> None:
@@ -309,35 +267,34 @@ def _copy_on_devices(
 
     Args:
         driver: the driver of all devices.
-        ready: arrays without gaps: their context, the allocation that they are copied into, and the arrays.
-        near: arrays that have to be made contiguous.
+        ready: arrays without gaps, by their context and the allocation that they are copied into.
+        near: arrays that have to be made contiguous, or that the broker lends.
         targets: the memory that they are copied to.
     """
     kept: list[object] = []
     with ExitStack() as undo:
         undo.enter_context(hold_all(targets))
-        sources = {home for home, _, _ in ready}.union(array.context for array, _, _ in near)
+        sources = {home for home, _ in ready}.union(array.context for array, _, _ in near)
         _enable_peers(driver, undo, targets, sources)
         undo.callback(kept.clear)  # when the streams are finished
         streams = [undo.enter_context(target.context.stream()) for target in targets]
         for source in sources:
             source.synchronize()
-        for home, allocation, group in ready:
-            segments = group.segments(kept)
+        for (home, allocation), segments in ready.items():
             for target, stream in zip(targets, streams, strict=True):
                 _start(target, stream, home, allocation, segments)
-        for batch in batches(near, lambda each: each[2]):
+        for batch in batches(near, lambda each: each[2] * each[0].copies):
             pieces: dict[tuple[Context, int], list[Segment]] = {}
             for array, spec, nbytes in batch:
                 pointer, keeper = array.contiguous()
                 kept.append(keeper)
                 pieces.setdefault((array.context, spec.allocation), []).append((spec.offset, pointer, nbytes))
-            del keeper  # a traceback may keep this frame for long
+                del keeper  # a traceback may keep this frame for long
             for source in {array.context for array, _, _ in batch}:
                 source.synchronize()
             for target, stream in zip(targets, streams, strict=True):
-                for (home, allocation), segments in pieces.items():
-                    _start(target, stream, home, allocation, segments)
+                for (home, allocation), found in pieces.items():
+                    _start(target, stream, home, allocation, found)
             if batch[-1] is not near[-1]:
                 for stream in streams:
                     stream.synchronize()
