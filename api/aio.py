@@ -56,26 +56,24 @@ async def awaited(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     return await run_in_loop(steps(*args, **kwargs))
 
 
-def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a coroutine method that runs the steps of ``method`` on the underlying object, ``blocking``."""
-
-    @wraps(method)
-    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await awaited(method, self.blocking, *args, **kwargs)
-
-    return call
-
-
 def awaited_as(
     kind: Callable[[T], U], method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, U]]:
-    """Do as :func:`as_awaited`, and wrap the method's result in ``kind``, a class of this module."""
+    """Return a coroutine method that runs the steps of ``method`` on the underlying object, ``blocking``.
+
+    Its result is that of ``method``, wrapped in ``kind``, a class of this module.
+    """
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> U:
         return kind(await awaited(method, self.blocking, *args, **kwargs))
 
     return call
+
+
+def as_awaited(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Do as :func:`awaited_as`, and return the method's result as it is."""
+    return awaited_as(lambda result: result, method)
 
 
 def as_it_is(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -275,7 +273,7 @@ class Broker:
         wait: float = 0.0,
     ) -> None:
         self._wait = seconds(wait)
-        self._connect = partial(_connect, directory, timeout, connect_timeout)
+        self._connect = partial(BlockingBroker, directory, timeout=timeout, connect_timeout=connect_timeout)
         self._broker: BlockingBroker | None = None
         #: UUIDs of devices whose contexts were made, each with the session: the next broker may have others.
         self._used: set[tuple[int, str]] = set()
@@ -284,6 +282,7 @@ class Broker:
         """Open the session and load the driver, if not connected yet; raises as :class:`cubroker.Broker` does."""
         if self._broker is None:
             connected = await _until_served(self._connect, self._wait)
+            await asyncio.to_thread(_load_driver, connected)
             if self._broker is None:  # else another task was faster
                 self._broker = connected
         return self
@@ -318,7 +317,8 @@ class Broker:
 
     async def reconnect(self, wait: float = 0.0) -> None:
         """See :meth:`cubroker.Broker.reconnect`. Each attempt is made in a thread of the loop."""
-        await _until_served(partial(_reconnect, self.blocking), seconds(wait))
+        await _until_served(self.blocking.reconnect, seconds(wait))
+        await asyncio.to_thread(_load_driver, self.blocking)
 
     # -- pools -------------------------------------------------------------------------------------
 
@@ -417,30 +417,15 @@ class Broker:
         for uuid in uuids:
             use = self.session, uuid
             if use not in self._used:
-                await asyncio.to_thread(_use, self.blocking, uuid)
+                await asyncio.to_thread(local.context, self.driver, uuid)
                 self._used.add(use)
         return uuids
 
 
-def _connect(directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None) -> BlockingBroker:
-    broker = BlockingBroker(directory, timeout=timeout, connect_timeout=connect_timeout)
-    _load(broker)
-    return broker
-
-
-def _reconnect(broker: BlockingBroker) -> None:
-    broker.reconnect()
-    _load(broker)
-
-
-def _load(broker: BlockingBroker) -> None:
+def _load_driver(broker: BlockingBroker) -> None:
     """Load the driver; an error is ignored here, and raised when a device is used."""
     with suppress(CubrokerError):
         _ = broker.driver
-
-
-def _use(broker: BlockingBroker, uuid: str) -> None:
-    local.context(broker.driver, uuid)
 
 
 def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:
