@@ -136,12 +136,12 @@ class _Slab:
 
     def tensors(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors of the allocation by name; those that begin at the same byte are on the same storage."""
-        storages, forms = self._storages, _Forms()
+        storages, form = self._storages, cache(_form)
         # The base class's method: UntypedStorage's asks for the device each time, which takes most of a slice's time.
         part = super(torch.UntypedStorage, self._storage).__getitem__
         for spec in specs:
             offset = spec.offset
-            dtype, shape, nbytes = forms[spec.dtype, spec.shape]
+            dtype, shape, nbytes = form(spec.dtype, spec.shape)
             if not nbytes:  # it shares nothing, and torch.save must not find it at its neighbour's address
                 yield spec.name, self._whole.new_empty(shape, dtype=dtype)
                 continue
@@ -158,14 +158,6 @@ class _Slab:
             torch.unsafe_split_with_sizes(self._whole.new_empty(0, dtype=dtype), _AT_ONCE)
         )
         return empty
-
-
-class _Forms(dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...], int]]):
-    """The results of :func:`_form`, by the dtype and the shape that a tensor has in the pool."""
-
-    def __missing__(self, key: tuple[str, tuple[int, ...]]) -> tuple[torch.dtype, tuple[int, ...], int]:
-        found = self[key] = _form(*key)
-        return found
 
 
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
