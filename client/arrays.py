@@ -22,7 +22,7 @@ from cubroker.client import dlpack
 from cubroker.driver import Context
 from cubroker.driver.buffers import address
 from cubroker.protocol import dtypes
-from cubroker.protocol.dtypes import ELEMENTS, NAMES, carrier
+from cubroker.protocol.dtypes import NAMES, carrier
 from cubroker.protocol.errors import Invalid, needing
 
 if TYPE_CHECKING:
@@ -238,8 +238,6 @@ _LETTERS = {
 }
 """DLPack's type code of a buffer's format (``struct``, and PEP 3118 for complex numbers)."""
 
-_ELEMENTS = {(element.code, element.bits): dtype for dtype, element in ELEMENTS.items()}
-
 
 def _is_numpy(array: object) -> bool:
     numpy = sys.modules.get("numpy")  # else nothing is numpy's
@@ -253,7 +251,7 @@ def _from_buffer(array: Any) -> HostArray | None:
         return None
     letter = view.format.lstrip("@=<>!")
     swapped = view.format.startswith((">", "!")) and view.itemsize > 1
-    dtype = None if swapped else _ELEMENTS.get((_LETTERS.get(letter, -1), 8 * view.itemsize))
+    dtype = None if swapped else dlpack.DTYPES.get((_LETTERS.get(letter, -1), 8 * view.itemsize))
     if dtype is None:
         return None
     with address(view) as (pointer, _):

@@ -85,7 +85,8 @@ _is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _is_valid.restype = ctypes.c_int
 _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
-_DTYPES = {(element.code, BITS[dtype]): dtype for dtype, element in ELEMENTS.items()}
+DTYPES = {(element.code, element.bits): dtype for dtype, element in ELEMENTS.items()}
+"""The element type of each code and number of bits."""
 
 
 class Borrowed(NamedTuple):
@@ -157,7 +158,7 @@ def borrow(array: Any, stream: int | None = None) -> Borrowed:
     else:
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     kind, rank = tensor.dtype, tensor.ndim
-    dtype = _DTYPES.get((kind.code, kind.bits))
+    dtype = DTYPES.get((kind.code, kind.bits))
     if dtype is None or kind.lanes != lanes(dtype) or (BITS[dtype] % 8 and lanes(dtype) == 1):
         raise BufferError(f"its elements are {kind.lanes} of {kind.bits} bits of DLPack's type {kind.code}")
     extent = tuple((ctypes.c_int64 * rank).from_address(tensor.shape)) if rank else ()

@@ -154,7 +154,7 @@ def _is(path: Path, patterns: Iterable[str]) -> bool:
 def _digest(path: Path, kept: _Kept | None, threads: ThreadPoolExecutor) -> _Kept:
     """Return the digest of a file: the kept one, its name in the hub's cache, or a new digest of its bytes."""
     before = _state(path.stat())
-    if kept is not None and _state_of(kept) == before:
+    if kept is not None and kept == _Kept(*before, kept.digest):
         return kept
     target = path.resolve()
     if path.is_symlink() and target.parent.name == "blobs" and _BLOB.fullmatch(target.name):
@@ -181,10 +181,6 @@ def _chunk(file: int, begin: int, size: int) -> bytes:
 
 def _state(stat: os.stat_result) -> tuple[int, int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _state_of(kept: _Kept) -> tuple[int, int, int, int]:
-    return kept.inode, kept.size, kept.modified, kept.changed
 
 
 def _read(path: Path) -> dict[str, _Kept]:
