@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import model_weights, spans
 from benchmarks.load import POOL, retire
 from cubroker.client import Broker
-from cubroker.client.devices import contexts
+from cubroker.client.devices import context
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import load
 
@@ -20,7 +20,8 @@ def main() -> None:
     directory, path, share, loads, over, _ = sys.argv[1:]
     with Broker(directory) as broker:
         where = destination(broker, Path(path), over)
-        contexts(broker.driver, broker.driver.devices)
+        for device in broker.driver.devices:
+            context(broker.driver, device)
         for _ in range(int(loads)):
             sleep(0.2)
             began = perf_counter()

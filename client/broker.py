@@ -631,7 +631,7 @@ class Broker(Reconnecting):
     def _create(self, body: messages.Create, layout: Layout) -> Steps[Pool | Draft]:
         lease, reply, mapped = yield from beside(
             acquire(self._session, body, layout),  # the broker allocates while this process makes its contexts
-            partial(local.contexts, self.driver, body.devices),
+            lambda: [local.context(self.driver, device) for device in body.devices],
         )
         if body.attach and isinstance(reply, messages.Attached):
             return (yield from self._attached(lease, reply, mapped, body.attach.owners))

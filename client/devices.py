@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import translate
 from itertools import islice
 from typing import NamedTuple, TypeAlias
@@ -92,27 +93,26 @@ def context(driver: Driver, device: DeviceId) -> Context:
         raise failure(error, f"a context on {label(found)}") from error
 
 
-def contexts(driver: Driver, devices: Iterable[DeviceId]) -> None:
-    """Make this process's contexts on devices; raises as :func:`context` does."""
-    for device in devices:
-        context(driver, device)
-
-
 def reachable(driver: Driver, device: DeviceId) -> tuple[str, ...]:
     """Return the UUIDs of the other devices whose memory a device reaches directly, over the fastest links first."""
     found = find(driver, device)
-    try:
+    with doing(f"the peers of {label(found)}"):
         links = [(driver.peers.link(found.index, other.index), other) for other in driver.devices if other != found]
-    except DriverError as error:
-        raise failure(error, f"the peers of {label(found)}") from error
     near = [(link.performance_rank, other.index, other.uuid) for link, other in links if link.access]
     return tuple(uuid for *_, uuid in sorted(near)[:MAX_DEVICES])
 
 
 def synchronize(context: Context, asked: str) -> None:
     """Wait for all work that was submitted to a context; raises as :func:`failure` turns the driver's error."""
-    try:
+    with doing(asked):
         context.synchronize()
+
+
+@contextmanager
+def doing(asked: str) -> Iterator[None]:
+    """Raise a driver's error within a ``with`` block as :func:`failure` turns it."""
+    try:
+        yield
     except DriverError as error:
         raise failure(error, asked) from error
 

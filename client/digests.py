@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
-from cubroker.client.devices import failure
+from cubroker.client.devices import doing
 from cubroker.client.memory.mapping import Spot
-from cubroker.driver import Context, Device, DriverError, device_names
+from cubroker.driver import Context, Device, device_names
 from cubroker.driver.digest import ALGORITHM, PIECE, add, finish, sums
 from cubroker.protocol.errors import Corrupted, Unsupported, needing
 from cubroker.protocol.layout import Layout
@@ -144,15 +144,13 @@ def compute(label: str, pieces: Sequence[DigestRange], *, synchronize: bool = Fa
     for piece in pieces:
         by_context[piece.context].append(piece)
     found: dict[Spot, bytes] = {}
-    try:
+    with doing(f"computing the digest of {label}"):
         for context in by_context if synchronize else ():
             context.synchronize()
         with _with_numpy(label):  # GPUs compute it themselves
             for context, group in by_context.items():
                 values = context.digests([(piece.pointer, piece.nbytes) for piece in group])
                 found.update(zip((piece.spot for piece in group), values, strict=True))
-    except DriverError as error:
-        raise failure(error, f"computing the digest of {label}") from error
     return found
 
 

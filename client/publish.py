@@ -18,7 +18,7 @@ from typing import Self
 
 from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
-from cubroker.client.devices import DeviceId, Plan, failure, find_plan, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, doing, find_plan, resolve_plan
 from cubroker.client.draft import Arrays, Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import FileCopy
@@ -117,10 +117,8 @@ class Sources:
             Invalid: a limit is exceeded, or the base was given back during the call.
             OutOfMemory, DeviceFailure: the driver refused.
         """
-        try:
+        with doing(f"comparing tensors with those of {base!r}"):
             arrays = differing(self._arrays, base)
-        except DriverError as error:
-            raise failure(error, f"comparing tensors with those of {base!r}") from error
         changes = {
             name: Change(array.dtype, array.shape, array.place, _home(array, devices) if homes else None)
             for name, array in arrays.items()
@@ -190,12 +188,10 @@ class Sources:
         ]
         besides = partial(_copy_on_devices, self._driver, ready, near) if ready or near else None
         first, sizes = targets[0].context, draft.layout.allocations
-        try:
-            with FileCopy("cubroker-publish", lambda: first, besides=besides) as copy:
-                copy.plan(files, stored, sizes, homes_of(targets))
-                copy.into(targets)
-        except DriverError as error:
-            raise failure(error, f"copying tensors into a draft of {draft.name!r}") from error
+        asked = f"copying tensors into a draft of {draft.name!r}"
+        with doing(asked), FileCopy("cubroker-publish", lambda: first, besides=besides) as copy:
+            copy.plan(files, stored, sizes, homes_of(targets))
+            copy.into(targets)
 
     def _reach(self, targets: Iterable[Target], home: Context, allocation: int, lent: bool = False) -> bool:
         """Whether every device that copies an array itself, not from another replica, can read it where it is."""

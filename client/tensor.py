@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cubroker.client import devices, dlpack
+from cubroker.client import dlpack
 from cubroker.client.arrays import ContextOf, DeviceArray, HostArray, source_of
+from cubroker.client.devices import doing
 from cubroker.client.fork_guard import NotPicklable
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
-from cubroker.driver import Context, Device, DriverError
+from cubroker.driver import Context, Device
 from cubroker.driver.device_names import label
 from cubroker.protocol import dtypes
 from cubroker.protocol.dtypes import BITS, ELEMENTS, LIBRARY_NAMES, carrier
@@ -141,11 +142,8 @@ class SharedTensor(NotPicklable):
             DeviceFailure: the driver could not copy them.
             Invalid: the memory was given back.
         """
-        try:
-            with self.hold() as address:
-                return self._place.context.read(address, self.nbytes)
-        except DriverError as error:
-            raise devices.failure(error, f"reading tensor {self.name!r}") from error
+        with doing(f"reading tensor {self.name!r}"), self.hold() as address:
+            return self._place.context.read(address, self.nbytes)
 
     def copy_from(self, source: object) -> None:
         """Fill it with the elements of an array of its own dtype and shape; in drafts and writable pools only.
@@ -305,22 +303,16 @@ class SharedTensor(NotPicklable):
         return self._address, lent
 
     def _copy(self, source: DeviceArray) -> None:
-        try:
-            with self.hold() as address:
-                if source.copies:
-                    source.context.synchronize()  # the copy is made in this thread's stream, which waits for no other
-                pointer, lent = source.contiguous()
-                self._place.context.copy(address, pointer, self.nbytes, after=source.context)
-                del lent  # a traceback may keep this frame for long
-        except DriverError as error:
-            raise devices.failure(error, f"filling tensor {self.name!r}") from error
+        with doing(f"filling tensor {self.name!r}"), self.hold() as address:
+            if source.copies:
+                source.context.synchronize()  # the copy is made in this thread's stream, which waits for no other
+            pointer, lent = source.contiguous()
+            self._place.context.copy(address, pointer, self.nbytes, after=source.context)
+            del lent  # a traceback may keep this frame for long
 
     def _fill(self, data: ReadableBuffer) -> None:
-        try:
-            with self.hold() as address:
-                self._place.context.write(address, data)
-        except DriverError as error:
-            raise devices.failure(error, f"filling tensor {self.name!r}") from error
+        with doing(f"filling tensor {self.name!r}"), self.hold() as address:
+            self._place.context.write(address, data)
 
     def _array(self, typestr: str, shape: tuple[int, ...], *, writable: bool = False) -> NDArray[Any]:
         """Return an array on this memory, which stays mapped while the array's base lives."""

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from cubroker.client.broker import Broker, Owner, uids
-from cubroker.client.devices import DeviceId, Plan, context, failure, find_plan, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
 from cubroker.client.digests import need
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.targets import target_of
 from cubroker.client.loading.threads import Progress
-from cubroker.driver import DriverError
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import AUTO
 
@@ -110,7 +109,8 @@ def load(
                 if loaded := isinstance(pool, Draft):
                     if digest:
                         need(broker._session, name)
-                    copying = _fill(copy, pool)
+                    with doing(f"copying files into a draft of {name!r}"):
+                        copying = copy.into([target_of(replica) for replica in pool.replicas])
                     checkpoint.check_unchanged()
                     version = pool.seal(digest=digest)
     return Loaded(name, version, held.nbytes, len(held.tensors), time.perf_counter() - began, copying, loaded)
@@ -120,10 +120,3 @@ def trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int,
     """Return the users whose version is accepted: root and the broker's user, who may change any, and ``owner``."""
     own = () if broker.uid is None else (broker.uid,)
     return (0, *own, *uids(owner))
-
-
-def _fill(copy: FileCopy, draft: Draft) -> float:
-    try:
-        return copy.into([target_of(replica) for replica in draft.replicas])
-    except DriverError as error:
-        raise failure(error, f"copying files into a draft of {draft.name!r}") from error

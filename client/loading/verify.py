@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cubroker.client.broker import Broker
-from cubroker.client.devices import DeviceId, failure
+from cubroker.client.devices import DeviceId, doing
 from cubroker.client.loading.background_reads import at_address
 from cubroker.client.loading.checkpoint import Checkpoint, Paths, StoredTensor
 from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, drain
 from cubroker.client.pool import Pool
-from cubroker.driver import Context, DriverError
+from cubroker.driver import Context
 from cubroker.driver.buffers import differ
 from cubroker.protocol import TensorSpec
 
@@ -83,10 +83,8 @@ def verify(
             and (spec.dtype, spec.shape) == (entry.dtype, entry.shape)
             and entry.name in pool
         ]
-        try:
+        with doing(f"reading pool {name!r}"):
             differences = [*_compare_layouts(checkpoint, specs), *_compare_bytes(checkpoint, pool, common, progress)]
-        except DriverError as error:
-            raise failure(error, f"reading pool {name!r}") from error
         checkpoint.check_unchanged()
         nbytes = sum(entry.nbytes for entry, _ in common)
         return Verified(name, pool.version, len(common), nbytes, tuple(differences))
