@@ -22,7 +22,7 @@ from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from cubroker.client.loading.background_reads import (
     ChunkRead,
@@ -113,18 +113,6 @@ class FileCopy(SupervisedThread[float]):
         #: What copies to further devices while chunks arrive; None if nothing does.
         self._relay: Future[PeerCopies | None] = Future()
         self._relayed = False
-        self._started = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def begin(self) -> None:
-        """Start to make the copy ready; raises ``Unavailable`` if threads have run out."""
-        self._started = True
-        super().begin()
 
     def plan(
         self,
@@ -166,8 +154,7 @@ class FileCopy(SupervisedThread[float]):
         self._given_at = time.perf_counter()
         self._given.set(None)
         try:
-            if not self._started:
-                self.begin()
+            self.begin()
             return self.result((lambda: progress(sum(self._counts), self._total)) if progress else None)
         finally:
             self.drop()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Generic, ParamSpec, Self, TypeVar, cast
 
 from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.transport import zmq_preflight
@@ -69,7 +69,7 @@ def _no_thread(name: str, error: RuntimeError) -> Unavailable:
 class SupervisedThread(ABC, Generic[T]):
     """A thread whose work may use objects that an interrupt could break.
 
-    Its caller calls :meth:`begin` within a ``try`` block that ends with :meth:`end`.
+    Its caller calls :meth:`begin` within a ``with`` block, which ends with :meth:`end`.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,11 +77,18 @@ class SupervisedThread(ABC, Generic[T]):
         self.dropped = False
         self._owner = OwnerProcess()
         self._name = name
+        self._started = False
         self._begun = False
         self._done: Future[None] = Future()
         self._over: Future[None] = Future()
         self._value: T | None = None
         self._error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     @abstractmethod
     def work(self) -> T:
@@ -95,7 +102,10 @@ class SupervisedThread(ABC, Generic[T]):
         """Clean up, on the thread, after the result was handed over; raises nothing."""
 
     def begin(self) -> None:
-        """Start the thread; raises ``Unavailable`` if it is already certain that threads have run out."""
+        """Start the thread, unless that was done; raises ``Unavailable`` if it is certain that threads have run out."""
+        if self._started:
+            return
+        self._started = True
         try:
             start_new_thread(self._start, ())
         except RuntimeError as error:

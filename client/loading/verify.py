@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cubroker.client.broker import Broker
@@ -116,9 +115,7 @@ def _compare_bytes(
     )
     comparison = _Comparison(checkpoint, pool, todo)
     total = sum(entry.nbytes for entry, _ in common)
-    with ExitStack() as undo:
-        undo.callback(comparison.release)
-        undo.callback(comparison.end)
+    with comparison:
         comparison.begin()
         found = comparison.result((lambda: progress(sum(comparison.done), total)) if progress else None)
     first = dict(sorted(found, reverse=True))
@@ -143,9 +140,12 @@ class _Comparison(SupervisedThread[list[tuple[str, int]]]):
         self._views = dict(zip(pool.allocations, pool.allocation_views, strict=True))
         self._host = all(view.context.host for view in self._views.values())
 
-    def release(self) -> None:
-        """Release the memory: a traceback may keep this object for long."""
-        self._views = {}
+    def end(self) -> None:
+        """See :class:`SupervisedThread`; release the memory: a traceback may keep this object for long."""
+        try:
+            super().end()
+        finally:
+            self._views = {}
 
     def work(self) -> list[tuple[str, int]]:
         """Return the tensor and its first differing byte, for every piece that differs from its file."""
