@@ -163,35 +163,28 @@ class OpenedEvent(EventHandle):
         self._hand_over()
 
 
-class EventPool(Protocol):
+class _EventPool(Protocol):
     """What events use of a :class:`Pool`."""
 
     name: str
 
     @property
-    def version(self) -> int:
-        """See :attr:`Pool.version`."""
+    def version(self) -> int: ...
 
     @property
-    def lease(self) -> int:
-        """See :attr:`Pool.lease`."""
+    def lease(self) -> int: ...
 
     @property
-    def closed(self) -> bool:
-        """See :attr:`Pool.closed`."""
+    def closed(self) -> bool: ...
 
     @property
-    def asleep(self) -> bool:
-        """See :attr:`Pool.asleep`."""
+    def asleep(self) -> bool: ...
 
-    def close(self) -> None:
-        """See :meth:`Pool.close`."""
+    def close(self) -> None: ...
 
-    def event(self, name: str, *, device: DeviceId | None = None) -> SharedEvent:
-        """See :meth:`Pool.event`."""
+    def event(self, name: str, *, device: DeviceId | None = None) -> SharedEvent: ...
 
-    def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent:
-        """See :meth:`Pool.open_event`."""
+    def open_event(self, name: str, *, wait: float = 0.0) -> SharedEvent: ...
 
 
 class SharedEvent(NotPicklable, Closeable):
@@ -208,7 +201,7 @@ class SharedEvent(NotPicklable, Closeable):
     """
 
     def __init__(
-        self, ref: EventRef, handle: EventHandle, pool: EventPool, session: ClientSession, name: str, device: Device
+        self, ref: EventRef, handle: EventHandle, pool: _EventPool, session: ClientSession, name: str, device: Device
     ) -> None:
         self._ref: EventRef | None = ref  # first: the driver's event dies with this object
         self.name = name
@@ -391,14 +384,14 @@ class Events:
         self._opening = BlockingRequests(session)
         self._open: WeakRefs[SharedEvent] = WeakRefs()
 
-    def make(self, pool: EventPool, place: DeviceMapping, name: str) -> Steps[SharedEvent]:
+    def make(self, pool: _EventPool, place: DeviceMapping, name: str) -> Steps[SharedEvent]:
         """Make an event for the work of the device that uses ``place``; see :meth:`Pool.event`."""
         fields.check_pool_name(name, "an event")
         lease = pool.lease
         handle = OwnedEvent(self._session, place.context, f"event {name!r} of pool {pool.name!r}", lease, name)
         return (yield from self._keep(pool, lease, handle, name, place.context.device))
 
-    def open(self, pool: EventPool, places: tuple[DeviceMapping, ...], name: str, wait: float) -> Steps[SharedEvent]:
+    def open(self, pool: _EventPool, places: tuple[DeviceMapping, ...], name: str, wait: float) -> Steps[SharedEvent]:
         """Open another process's event, in the context of its device if there is one among ``places``."""
         fields.check_pool_name(name, "an event")
         lease = pool.lease
@@ -415,7 +408,7 @@ class Events:
         for event in self._open:
             event.let_go()
 
-    def _keep(self, pool: EventPool, lease: int, handle: EventHandle, name: str, device: Device) -> Steps[SharedEvent]:
+    def _keep(self, pool: _EventPool, lease: int, handle: EventHandle, name: str, device: Device) -> Steps[SharedEvent]:
         event = SharedEvent((yield from handle.obtain()), handle, pool, self._session, name, device)
         self._open.add(event)
         # Another thread may have closed the pool, put it to sleep or switched it during the wait.

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import RLock
 from typing import Protocol
 
+import msgspec
+
 from cubroker.client.cleanup_thread import CleanupThread
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, WeakRefs
 from cubroker.client.transport.fd_receiver import FdReceiver
@@ -310,64 +312,54 @@ class Rebindable(Protocol):
         """Give up a mapping that is under way: it is of an earlier broker. Called on the connection's thread."""
 
 
-class Notices:
+class Notices(msgspec.Struct, eq=False):
     """Passes on the broker's notices, on the connection's thread. Refers to no session."""
 
-    def __init__(
-        self,
-        watches: Watches,
-        drain_state: DrainState,
-        losses: dict[tuple[str, int], str],
-        held: Collection[object],
-        rebindable: WeakRefs[Rebindable],
-        receiver: FdReceiver,
-        cleanup: CleanupThread,
-    ) -> None:
-        self._watches = watches
-        self._drain_state = drain_state
-        self._losses = losses
-        self._held = held
-        self._rebindable = rebindable
-        self._receiver = receiver
-        self._cleanup = cleanup
+    watches: Watches
+    drain_state: DrainState
+    losses: dict[tuple[str, int], str]
+    held: Collection[object]
+    rebindable: WeakRefs[Rebindable]
+    receiver: FdReceiver
+    cleanup: CleanupThread
 
     def hear(self, notice: Notice) -> None:
         """Pass a notice on. A second ``Welcome`` has no effect: a restarted broker cannot know that there was one."""
         match notice:
             case PoolChanged():
-                self._watches.changed(notice)
+                self.watches.changed(notice)
             case Draining():
-                self._drain_state.tell(notice)
+                self.drain_state.tell(notice)
             case PoolLost(name, version, why):
-                self._losses[name, version] = why
+                self.losses[name, version] = why
                 log.warning("pool %r version %d is lost: %s; give it back, and attach to the next", name, version, why)
             case Rebound():
                 # The cleanup thread handles it once its descriptors are there, after all earlier tasks for the lease.
-                self._receiver.rebound(notice, lambda given: self._cleanup.put(lambda: self._rebind(notice, given)))
-                for each in self._rebindable:
+                self.receiver.rebound(notice, lambda given: self.cleanup.put(lambda: self._rebind(notice, given)))
+                for each in self.rebindable:
                     if each.lease == notice.lease:
                         each.give_up()
 
     def end(self, reason: CubrokerError, *, lost: bool) -> None:
         """Note that there will be no more notices; ``lost``: this process did not end the session."""
         if lost:
-            level = logging.WARNING if self._held else logging.INFO
+            level = logging.WARNING if self.held else logging.INFO
             text = "%s; all leases and locks of the session are lost; Broker.reconnect() opens another session"
             log.log(level, text, reason)
-        self._watches.fail(reason)
-        self._drain_state.fail(reason)
-        for each in self._rebindable:
+        self.watches.fail(reason)
+        self.drain_state.fail(reason)
+        for each in self.rebindable:
             each.give_up()
-        self._cleanup.put(lambda: self._end_rebinding(reason))
+        self.cleanup.put(lambda: self._end_rebinding(reason))
 
     def _rebind(self, notice: Rebound, given: Sequence[int] | CubrokerError) -> None:
         if isinstance(given, Unavailable):  # the connection is over
             return None
-        for each in self._rebindable:
+        for each in self.rebindable:
             if each.lease == notice.lease:
                 return each.rebound(notice, given)
-        return None if isinstance(given, CubrokerError) else self._receiver.close(given)
+        return None if isinstance(given, CubrokerError) else self.receiver.close(given)
 
     def _end_rebinding(self, reason: CubrokerError) -> None:
-        for each in self._rebindable:
+        for each in self.rebindable:
             each.unreachable(reason)
