@@ -208,7 +208,7 @@ def _from_dlpack(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
         raise BufferError(f"DLPack says that it is on a device of type {kind}")
     found = dlpack.borrow(array, context.copies().handle if context else None)
     if context is None and not found.contiguous:
-        return _of_numpy(found.bits(_numpy_for(array)), found.dtype, found.shape)
+        return _of_numpy(_numpy_for(array).asarray(found), found.dtype, found.shape)
     if context is None:
         memory = partial(_memory, found.pointer, dtypes.nbytes(found.dtype, found.shape), found)
         return HostArray(found.dtype, found.shape, found.pointer, found.pointer, memory)

@@ -18,7 +18,6 @@ import ctypes
 import math
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cubroker.protocol.dtypes import BITS, ELEMENTS, carrier
@@ -115,24 +114,16 @@ class Borrowed(NamedTuple):
         pairs = zip(self.extent, self.strides, apart, strict=True)
         return 0 in self.extent or all(size == 1 or stride == step for size, stride, step in pairs)
 
-    def bits(self, numpy: ModuleType) -> NDArray[Any]:
-        """Return its elements as a numpy array of integers on the same memory, which must be the host's."""
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """Its elements as integers, for numpy, if they are in the host's memory; the array keeps this object alive."""
         width = max(BITS[self.dtype] // 8, 1)
-        found: NDArray[Any] = numpy.asarray(_Interface(self, width))
-        return found
-
-
-class _Interface:
-    """What numpy makes an array from; the array keeps this object alive."""
-
-    def __init__(self, borrowed: Borrowed, width: int) -> None:
-        self._borrowed = borrowed
-        self.__array_interface__ = {
+        return {
             "version": 3,
-            "shape": borrowed.extent,
-            "typestr": carrier(borrowed.dtype),
-            "data": (borrowed.pointer, True),
-            "strides": tuple(stride * width for stride in borrowed.strides),
+            "shape": self.extent,
+            "typestr": carrier(self.dtype),
+            "data": (self.pointer, True),
+            "strides": tuple(stride * width for stride in self.strides),
         }
 
 
