@@ -209,13 +209,10 @@ def read_header(file: FileIO, path: Path, index: int = 0) -> tuple[StoredTensor,
 def _take(file: FileIO, path: Path, count: int, size: int) -> bytes:
     """Read ``count`` bytes of the header; the kernel may hand over fewer at a time."""
     taken = bytearray()
-    try:
-        while len(taken) < count:
-            if not (part := file.read(count - len(taken))):
-                raise refusal(path, f"it ends inside its header, after {size} bytes; it is truncated, fetch it again")
-            taken += part
-    except OSError as error:
-        raise file_error(path, error) from error
+    while len(taken) < count:
+        if not (part := file.read(count - len(taken))):
+            raise refusal(path, f"it ends inside its header, after {size} bytes; it is truncated, fetch it again")
+        taken += part
     return bytes(taken)
 
 
@@ -238,15 +235,10 @@ def expand(path: Path) -> list[Path]:
 
 def read_index(path: Path) -> dict[str, Path]:
     """Return the shard of every tensor that an index names; each shard exists and lies in the index's folder."""
-    with open_regular(path) as file:
-        try:
-            if (size := os.fstat(file.fileno()).st_size) > MAX_HEADER:
-                raise refusal(path, f"the index is larger than {MAX_HEADER} bytes, the limit")
-            raw = file.read(size) or b""  # takes no more memory than the file has bytes
-        except OSError as error:
-            raise file_error(path, error) from error
-    with _said_of(path):
-        weights = parse_index(raw)
+    with open_regular(path) as file, _said_of(path):
+        if (size := os.fstat(file.fileno()).st_size) > MAX_HEADER:
+            raise refusal(path, f"the index is larger than {MAX_HEADER} bytes, the limit")
+        weights = parse_index(file.read(size) or b"")  # takes no more memory than the file has bytes
     for shard in dict.fromkeys(weights.values()):
         pure = PurePosixPath(shard)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
@@ -264,10 +256,8 @@ def read_index(path: Path) -> dict[str, Path]:
 
 def open_regular(path: Path) -> FileIO:
     """Open a regular file for reading; never waits for a pipe's writer."""
-    try:
+    with _said_of(path):
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except OSError as error:
-        raise file_error(path, error) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise refusal(path, "it is no regular file; name a safetensors file, a folder or an index")
@@ -276,11 +266,13 @@ def open_regular(path: Path) -> FileIO:
 
 @contextmanager
 def _said_of(path: Path) -> Iterator[None]:
-    """Turn a ``FormatError`` into ``Invalid`` about a file."""
+    """Turn a ``FormatError``, or an error of the system, into one about a file."""
     try:
         yield
     except FormatError as error:
         raise refusal(path, str(error)) from None
+    except OSError as error:
+        raise file_error(path, error) from error
 
 
 def refusal(path: Path, why: str) -> Invalid:
