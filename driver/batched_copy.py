@@ -18,19 +18,15 @@ Segment = tuple[int, int, int]
 """Of a copy the address that it goes to, the one that it comes from, and its bytes. Of a comparison two addresses, and
 the bytes at each."""
 
-ENTRIES = 170
-"""Segments of a launch at most: arguments have 4,096 bytes in all on GPUs and drivers of any age."""
+ENTRIES = 170  #: Segments of a launch at most: arguments have 4,096 bytes in all on GPUs and drivers of any age.
 
 CHUNK = 32 << 10
 """Bytes of a block of threads. Of a copy each thread has eight loads of 16 bytes on their way at once."""
 
 THREADS = 256
 
-MAX_BLOCKS = (1 << 31) - 1
-"""Blocks of a launch at most."""
-
-FLAGS = 1 << 14
-"""Segments that are compared at once at most: each has a flag of 32 bits in pinned host memory."""
+MAX_BLOCKS = (1 << 31) - 1  #: Blocks of a launch at most.
+FLAGS = 1 << 14  #: Segments that are compared at once at most: each has a flag of 32 bits in pinned host memory.
 
 Table = ctypes.Array[ctypes.c_uint64]
 

@@ -25,16 +25,12 @@ from pathlib import Path
 from string import whitespace
 from typing import Any
 
-OWN_SETTING = "CUBROKER_MULTICAST"
-"""The environment variable that allows or forbids multicast to cubroker alone."""
-
-NCCL_SETTING = "NCCL_NVLS_ENABLE"
-"""NCCL's variable, which NCCL also takes from its configuration files."""
+OWN_SETTING = "CUBROKER_MULTICAST"  #: The environment variable that allows or forbids multicast to cubroker alone.
+NCCL_SETTING = "NCCL_NVLS_ENABLE"  #: NCCL's variable, which NCCL also takes from its configuration files.
 
 NCCL_SYSTEM_FILE = Path("/etc/nccl.conf")
 
-MULTICAST_PREFIX = "cuMulticast"
-"""The beginning of the names of all guarded functions."""
+MULTICAST_PREFIX = "cuMulticast"  #: The beginning of the names of all guarded functions.
 
 _YES = frozenset({"1", "y", "yes", "on", "true"})
 

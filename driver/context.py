@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 POPULATING = 8
 """Threads that bring the pages of :class:`PinnedHuge` into memory: on a host with an H200 one zeroes 4 to 7 GB/s."""
 
-KERNEL_FOLDER = Path(__file__).parent
-"""Where the PTX files are."""
+KERNEL_FOLDER = Path(__file__).parent  #: Where the PTX files are.
 
 _thread = threading.local()
 """``context``: the one that the innermost :meth:`PrimaryContext.current` block of this thread made current."""

@@ -21,8 +21,7 @@ _ORDINAL = r"(?a:(?:(?P<kind>cuda|host):)?(?P<ordinal>\d{1,9}))"
 _BARE = r"(?ai:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})"
 _UUID = r"(?ai:(?:GPU|MIG|HOST)-[0-9a-fA-F-]*)"
 
-CURRENT = ("cuda", "host")
-"""Names of the caller's current device, as in frameworks."""
+CURRENT = ("cuda", "host")  #: Names of the caller's current device, as in frameworks.
 
 
 class FrameworkDevice(Protocol):
@@ -57,8 +56,7 @@ class Known(Protocol):
     def __hash__(self) -> int: ...
 
 
-DeviceId = int | str | FrameworkDevice | Known
-"""What names a device."""
+DeviceId = int | str | FrameworkDevice | Known  #: What names a device.
 
 
 D = TypeVar("D", bound=Known)

@@ -37,17 +37,10 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from numpy.typing import NDArray
 
-ALGORITHM = "cubroker-128-1"
-"""The name of the definition above."""
-
-SIZE = 16
-"""Bytes of a digest."""
-
-PIECE = 16
-"""Bytes of a piece."""
-
-Sums = tuple[int, int]
-"""A and B, or the part of them that some of the pieces contribute."""
+ALGORITHM = "cubroker-128-1"  #: The name of the definition above.
+SIZE = 16  #: Bytes of a digest.
+PIECE = 16  #: Bytes of a piece.
+Sums = tuple[int, int]  #: A and B, or the part of them that some of the pieces contribute.
 
 # -- on a device ---------------------------------------------------------------------------------------
 
@@ -55,8 +48,7 @@ _THREADS = 256
 _BLOCKS = 1024
 """Blocks of a launch at most. An H200 runs 1,056 at once; more read no faster, and leave more sums to add up."""
 
-_SHARE = 16
-"""Pieces that each thread of a smaller launch has about: fewer are not worth a block."""
+_SHARE = 16  #: Pieces that each thread of a smaller launch has about: fewer are not worth a block.
 
 
 class Digester:
@@ -114,8 +106,7 @@ def _totals(stored: memoryview, blocks: Sequence[int]) -> Iterator[Sums]:
 
 # -- in host memory ------------------------------------------------------------------------------------
 
-_STEP = 1 << 12
-"""Pieces that numpy works on at once: they stay in a core's cache."""
+_STEP = 1 << 12  #: Pieces that numpy works on at once: they stay in a core's cache.
 
 _MASK = (1 << 64) - 1
 _K, _P, _Q, _R = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9FB21C651E98DF25

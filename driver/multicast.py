@@ -35,11 +35,8 @@ REFUSALS = {
 }
 """Explanations of refused multicast calls, by name of the result."""
 
-PIECE = 16
-"""Bytes of one store of the kernel, and the unit of what is broadcast."""
-
-KERNEL = "multimem.ptx", b"cubroker_broadcast"
-"""The kernel's file and entry, for sm_90 and later."""
+PIECE = 16  #: Bytes of one store of the kernel, and the unit of what is broadcast.
+KERNEL = "multimem.ptx", b"cubroker_broadcast"  #: The kernel's file and entry, for sm_90 and later.
 
 _THREADS = 512
 _BLOCKS = 64

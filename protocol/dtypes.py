@@ -31,9 +31,7 @@ class Element(NamedTuple):
 
 
 INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6  #: Type codes of DLPack.
-
-PAIRS = "float4_e2m1fn_x2"
-"""Torch's type of two F4 elements, which its shapes count as one."""
+PAIRS = "float4_e2m1fn_x2"  #: Torch's type of two F4 elements, which its shapes count as one.
 
 ELEMENTS: dict[str, Element] = {
     "BOOL": Element(8, "bool", "|b1", BOOL),
@@ -61,14 +59,12 @@ ELEMENTS: dict[str, Element] = {
 }
 """Every dtype."""
 
-BITS = {dtype: element.bits for dtype, element in ELEMENTS.items()}
-"""Bits per element of every dtype."""
+BITS = {dtype: element.bits for dtype, element in ELEMENTS.items()}  #: Bits per element of every dtype.
 
 LIBRARY_NAMES = {dtype: element.library for dtype, element in ELEMENTS.items() if element.library}
 """The name that libraries have for a dtype."""
 
-NAMES = {name: dtype for dtype, name in LIBRARY_NAMES.items()}
-"""The dtype of each such name."""
+NAMES = {name: dtype for dtype, name in LIBRARY_NAMES.items()}  #: The dtype of each such name.
 
 
 def carrier(dtype: str) -> str:

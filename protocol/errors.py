@@ -116,8 +116,7 @@ class InternalFailure(CubrokerError):
     code = "internal"
 
 
-ERRORS = {error.code: error for error in CubrokerError.__subclasses__()}
-"""The class of every code."""
+ERRORS = {error.code: error for error in CubrokerError.__subclasses__()}  #: The class of every code.
 
 
 def from_code(code: str, message: str) -> CubrokerError:

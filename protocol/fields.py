@@ -10,29 +10,14 @@ from msgspec import Meta
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import MAX_ALLOCATIONS, MAX_ENCODED, MAX_EXTENT
 
-MAX_WAIT = 7 * 86_400.0
-"""Seconds that a request may wait at most."""
-
-MAX_RECEIVED = 256
-"""Answers that one request can list as received."""
-
-MAX_ITEMS = 400_000
-"""Elements of an array without a lower bound of its own."""
-
-MAX_DEVICES = 64
-"""Devices of one pool."""
-
-MAX_DESCRIPTORS = 16
-"""Descriptors that one :class:`.messages.Descriptors` carries."""
-
-DIGEST_BYTES = 16
-"""Bytes of a digest."""
-
-MAX_NOTICE = 1 << 16
-"""Bytes of a message on the session socket; longer ones are not sent."""
-
-LATEST = 1e11
-"""Seconds since 1970 of the latest moment that a message can name, in the year 5138; the earliest is 0."""
+MAX_WAIT = 7 * 86_400.0  #: Seconds that a request may wait at most.
+MAX_RECEIVED = 256  #: Answers that one request can list as received.
+MAX_ITEMS = 400_000  #: Elements of an array without a lower bound of its own.
+MAX_DEVICES = 64  #: Devices of one pool.
+MAX_DESCRIPTORS = 16  #: Descriptors that one :class:`.messages.Descriptors` carries.
+DIGEST_BYTES = 16  #: Bytes of a digest.
+MAX_NOTICE = 1 << 16  #: Bytes of a message on the session socket; longer ones are not sent.
+LATEST = 1e11  #: Seconds since 1970 of the latest moment that a message can name, in the year 5138; the earliest is 0.
 
 #: A count, a version, or bytes.
 Natural = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]

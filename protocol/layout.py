@@ -19,8 +19,7 @@ from cubroker.protocol import dtypes
 from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import Invalid
 
-ALIGNMENT = 256
-"""Bytes. Every tensor starts at a multiple of this, which cuBLAS and vector loads need for full speed."""
+ALIGNMENT = 256  #: Bytes. Every tensor starts at a multiple of this, which cuBLAS and vector loads need for full speed.
 
 MAX_TENSORS = 100_000
 MAX_ALLOCATIONS = 4096
@@ -29,17 +28,13 @@ MAX_RANK = 32
 MAX_EXTENT = 1 << 48
 """Bytes: no dimension, tensor or layout is larger; device addresses have 48 bits."""
 
-MAX_ENCODED = 12 << 20
-"""Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB."""
-
-STEP = 64
-"""Tensors that :func:`outline` checks at once: about 0.1 ms."""
+MAX_ENCODED = 12 << 20  #: Bytes of an encoded layout; one of 100,000 tensors with names of 80 characters has 10 MiB.
+STEP = 64  #: Tensors that :func:`outline` checks at once: about 0.1 ms.
 
 Group = TypeVar("Group", bound=Hashable)
 T = TypeVar("T")
 
-Shape = Iterable[SupportsIndex]
-"""Dimensions as callers pass them: a tuple, a list, a ``torch.Size``, a numpy array."""
+Shape = Iterable[SupportsIndex]  #: Dimensions as callers pass them: a tuple, a list, a ``torch.Size``, a numpy array.
 
 Tensors = Iterable[tuple[str, object, Shape]] | Mapping[str, tuple[object, Shape]]
 """Tensors as callers pass them: triples of name, dtype and shape, or a mapping of name to dtype and shape."""

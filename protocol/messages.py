@@ -44,59 +44,30 @@ from cubroker.protocol.fields import (
 from cubroker.protocol.layout import MAX_ALLOCATIONS
 from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, SharingInfo, WaiterInfo
 
-VERSIONS = (1, 2, 3, 4, 5)
-"""Protocol versions that this build speaks, oldest first."""
+VERSIONS = (1, 2, 3, 4, 5)  #: Protocol versions that this build speaks, oldest first.
 
 CHOOSES = 2
 """The first version in which the broker chooses what a :class:`Create` leaves open: share kind and durability."""
 
-OWNED = 3
-"""The first version in which :class:`Attach` and :class:`Where` name acceptable owners."""
-
-FINDS = 4
-"""The first version that has :class:`Find`."""
+OWNED = 3  #: The first version in which :class:`Attach` and :class:`Where` name acceptable owners.
+FINDS = 4  #: The first version that has :class:`Find`.
 
 AUTHENTICATED = 4
 """The first version in which a session's secret does not travel with its requests: :mod:`cubroker.protocol.wire`."""
 
-DIGESTS = 4
-"""The first version with :class:`SealDigested` and :class:`ListDigests`."""
-
-TIES = 4
-"""The first version in which a tensor of a layout may have several names."""
-
-IN_PLACE = 5
-"""The first version with :class:`SetLayout` and :class:`SealInPlace`."""
-
-LOCKS = 5
-"""The first version with :class:`Lock` and :class:`Unlock`."""
-
-ENDS = 5
-"""The first version in which :class:`PoolChanged` is also sent when a version that is not current has ended."""
-
-UPDATES = 5
-"""The first version in which a :class:`Create` may have a :class:`Base`."""
-
-UNSEALED = 5
-"""The first version in which an :class:`Attach` may be to a draft."""
-
-AUTO = "auto"
-"""The share kind of a :class:`Create` that leaves the choice to the broker."""
-
-IPC = "ipc"
-"""Share kind of memory that legacy IPC handles open; every mapping of it is writable."""
-
-VMM = "vmm"
-"""Share kind of memory that descriptors or fabric handles open; a lease has one or the other."""
-
-MULTICAST = "multicast"
-"""Share kind of memory whose replicas are bound to multicast objects; otherwise like ``vmm``."""
-
-SHARES = (IPC, VMM, MULTICAST)
-"""All share kinds: those of the memory that a broker allocates."""
-
-BY_DESCRIPTOR = (VMM, MULTICAST)
-"""Share kinds whose memory descriptors open."""
+DIGESTS = 4  #: The first version with :class:`SealDigested` and :class:`ListDigests`.
+TIES = 4  #: The first version in which a tensor of a layout may have several names.
+IN_PLACE = 5  #: The first version with :class:`SetLayout` and :class:`SealInPlace`.
+LOCKS = 5  #: The first version with :class:`Lock` and :class:`Unlock`.
+ENDS = 5  #: The first version in which :class:`PoolChanged` is also sent when a version that is not current has ended.
+UPDATES = 5  #: The first version in which a :class:`Create` may have a :class:`Base`.
+UNSEALED = 5  #: The first version in which an :class:`Attach` may be to a draft.
+AUTO = "auto"  #: The share kind of a :class:`Create` that leaves the choice to the broker.
+IPC = "ipc"  #: Share kind of memory that legacy IPC handles open; every mapping of it is writable.
+VMM = "vmm"  #: Share kind of memory that descriptors or fabric handles open; a lease has one or the other.
+MULTICAST = "multicast"  #: Share kind of memory whose replicas are bound to multicast objects; otherwise like ``vmm``.
+SHARES = (IPC, VMM, MULTICAST)  #: All share kinds: those of the memory that a broker allocates.
+BY_DESCRIPTOR = (VMM, MULTICAST)  #: Share kinds whose memory descriptors open.
 
 DESCRIPTOR = b"descriptor"
 """Stands for the handle of ``vmm`` and ``multicast`` memory that has none: its descriptor is sent on the session

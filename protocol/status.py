@@ -79,11 +79,8 @@ class LeaseInfo(Struct, frozen=True):
     held_since: Time | None = None
 
 
-MAX_PROCESS_NAME = 64
-"""Characters of a process's name; a longer one loses its end."""
-
-MAX_CGROUP = 512
-"""Characters of the path of a process's cgroup; a longer one loses its beginning."""
+MAX_PROCESS_NAME = 64  #: Characters of a process's name; a longer one loses its end.
+MAX_CGROUP = 512  #: Characters of the path of a process's cgroup; a longer one loses its beginning.
 
 
 class ProcessInfo(Struct, frozen=True):
@@ -163,8 +160,7 @@ class BlockInfo(Struct, frozen=True):
     shared: Annotated[tuple[SharedBytes, ...], Meta(max_length=MAX_SHARERS + 1)] = ()
 
 
-WAITS = ("attach", "create", "event", "lock")
-"""The requests that wait."""
+WAITS = ("attach", "create", "event", "lock")  #: The requests that wait.
 
 
 class WaiterInfo(Struct, frozen=True):

@@ -149,26 +149,13 @@ prepare(Greeting, Notice, Answer)  # those that a client reads, on any of its th
 
 # -- authentication ----------------------------------------------------------------------------------
 
-WHOLE, BESIDE, HIDDEN = b"\xc1", b"\xc2", b"\xc3"
-"""The three forms."""
-
-SECRET = 16
-"""Bytes of a session's secret."""
-
-TAG = 16
-"""Bytes of a tag."""
-
-NUMBER = 8
-"""Bytes of the session's number before a request. The first byte is less than :data:`LEGACY`."""
-
-LEGACY = 0x80
-"""The smallest first byte of a request up to version 3, where it is that of a msgpack array."""
-
-SHORT = 4 << 10
-"""Bytes of a layout above which a digest takes its place in the message."""
-
-MAX_REQUEST = 128 << 10
-"""Bytes of a request without the layout beside it, which are read before its author is known."""
+WHOLE, BESIDE, HIDDEN = b"\xc1", b"\xc2", b"\xc3"  #: The three forms.
+SECRET = 16  #: Bytes of a session's secret.
+TAG = 16  #: Bytes of a tag.
+NUMBER = 8  #: Bytes of the session's number before a request. The first byte is less than :data:`LEGACY`.
+LEGACY = 0x80  #: The smallest first byte of a request up to version 3, where it is that of a msgpack array.
+SHORT = 4 << 10  #: Bytes of a layout above which a digest takes its place in the message.
+MAX_REQUEST = 128 << 10  #: Bytes of a request without the layout beside it, which are read before its author is known.
 
 _HEAD = 1 + TAG
 _LENGTH = 4

@@ -57,10 +57,7 @@ log = logging.getLogger(__name__)
 
 ENDS_LEASE = (Close, Seal)  #: Requests that may end a lease.
 RETRY = 0.5  #: Seconds after which the broker tries again to write changes for which the journal had no room.
-
-AUDIT_SHARE = 20
-"""Audits of all tables take at most 1/AUDIT_SHARE of the loop's time, however often the ledger fails."""
-
+AUDIT_SHARE = 20  #: Audits of all tables take at most 1/AUDIT_SHARE of the loop's time, however often the ledger fails.
 MOST_FINDINGS = 20  #: Findings of an audit that are logged.
 
 

@@ -48,13 +48,11 @@ NAMES = b"names "
 LONGEST = len(NAMES) + SCM_MAX_FD * 256
 """Bytes of the longest message: one name, of 255 characters at most, for each descriptor that a message can have."""
 
-LOOKS = 30.0
-"""Seconds between two checks whether the code of a process that stands by is still the installed code."""
+LOOKS = 30.0  #: Seconds between two checks whether the code of a process that stands by is still the installed code.
 
 EXECUTABLE = Path("/proc/self/exe")
 
-OUTDATED = 75
-"""The exit status of a process that stood by and whose code is outdated (EX_TEMPFAIL of sysexits.h)."""
+OUTDATED = 75  #: The exit status of a process that stood by and whose code is outdated (EX_TEMPFAIL of sysexits.h).
 
 
 # -- the keeper's side -----------------------------------------------------------------------------------

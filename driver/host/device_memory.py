@@ -18,8 +18,7 @@ from cubroker.driver.host.handle_server import HandleServer, SharedFd
 from cubroker.driver.host.shared_memory import Block, OpenedRegion
 from cubroker.driver.host.streams import EventFunctions
 
-Bytes = int | ctypes.Array[ctypes.c_char]
-"""Bytes to copy: their address, or the bytes themselves."""
+Bytes = int | ctypes.Array[ctypes.c_char]  #: Bytes to copy: their address, or the bytes themselves.
 
 
 def _in_default_stream(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -22,8 +22,7 @@ from cubroker.driver.host.shared_memory import AddressMap, Block, Heap, OpenedRe
 PEERS = "CUBROKER_HOST_PEERS"
 """For tests: the environment variable with the number of peers that a device can have; unset, any number."""
 
-VERSION = 13000
-"""The CUDA version whose behaviour is imitated: 13.0."""
+VERSION = 13000  #: The CUDA version whose behaviour is imitated: 13.0.
 
 Result = cuda.CUresult
 
@@ -52,8 +51,7 @@ _PERFORMANCE_RANK, _ACCESS, _NATIVE_ATOMICS, _ARRAY_ACCESS, _ONLY_PARTIAL_NATIVE
 _LINK = {_PERFORMANCE_RANK: 0, _ACCESS: 1, _NATIVE_ATOMICS: 1, _ARRAY_ACCESS: 1, _ONLY_PARTIAL_NATIVE_ATOMICS: 0}
 """Between devices that reach each other, as between two H200s; between others all are 0."""
 
-_OPERATIONS = range(13)
-"""The atomic operations of 13.0, CU_ATOMIC_OPERATION_INTEGER_ADD to _FLOAT_MAX."""
+_OPERATIONS = range(13)  #: The atomic operations of 13.0, CU_ATOMIC_OPERATION_INTEGER_ADD to _FLOAT_MAX.
 
 _NO_FORM = 0
 """What two H200s answer for each operation (driver 580.159), although their link says that it has native atomics."""

@@ -25,8 +25,7 @@ SECRET_BYTES = 16
 PATIENCE = 30.0
 """Seconds that a server has to reply; a stopped process does not."""
 
-_AGAIN = 1.0
-"""Seconds after which a request is repeated: the reply may have been lost, or the server gone."""
+_AGAIN = 1.0  #: Seconds after which a request is repeated: the reply may have been lost, or the server gone.
 
 _ADDRESS_BYTES = 16
 _NAMESPACE = b"\0cubroker-host-"
@@ -34,8 +33,7 @@ _INT = struct.Struct("=i")
 _ANSWER = struct.Struct("=QI")
 
 
-stopped: deque[threading.Thread] = deque()
-"""Threads of servers that were stopped and may not have ended yet."""
+stopped: deque[threading.Thread] = deque()  #: Threads of servers that were stopped and may not have ended yet.
 
 
 class SharedFd(NamedTuple):

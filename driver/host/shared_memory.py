@@ -28,11 +28,8 @@ from cubroker.driver.buffers import round_up
 BLOCK = 2 << 20
 """Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
 
-SMALL = 1 << 20
-"""Bytes: allocations up to this size share blocks."""
-
-ALIGNMENT = 512
-"""Bytes: the alignment of allocations within a block."""
+SMALL = 1 << 20  #: Bytes: allocations up to this size share blocks.
+ALIGNMENT = 512  #: Bytes: the alignment of allocations within a block.
 
 _SEALS = system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW | system_calls.F_SEAL_SEAL
 _MAP_NORESERVE = 0x4000

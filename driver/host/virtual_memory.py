@@ -35,8 +35,7 @@ READ = 1
 WRITE = 2
 """Bits of ``CUmemAccess_flags``, and of ``mprotect``."""
 
-_NAME = "cubroker-device-{}"
-"""The name of a device's memory, by which an importer knows the device."""
+_NAME = "cubroker-device-{}"  #: The name of a device's memory, by which an importer knows the device.
 
 _NAMES = re.compile(_NAME.format(r"(\d{1,4})"))
 

@@ -47,8 +47,7 @@ for _power, _prefix in enumerate("KMGT", start=1):
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
 _SHARE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*%", re.ASCII)
 
-Budgets = str | Mapping[str, str]
-"""The budget of every device, or budgets by index or UUID, and ``default``."""
+Budgets = str | Mapping[str, str]  #: The budget of every device, or budgets by index or UUID, and ``default``.
 
 
 class Address(NamedTuple):
@@ -350,8 +349,7 @@ SETTINGS: Mapping[str, Setting] = {
     )
 }
 
-PERSONAL = "quotas"
-"""The table that has one table of quotas for each user named in it, by name or number."""
+PERSONAL = "quotas"  #: The table that has one table of quotas for each user named in it, by name or number.
 
 TABLES = {key.partition(".")[0] for key in SETTINGS if "." in key} | {PERSONAL}
 

@@ -57,8 +57,7 @@ from cubroker.server.ledger.records import (
 from cubroker.server.ledger.states import MemoryEvent, VersionEvent, VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 
-MAX_LISTED = 4
-"""Sizes of allocations that a message lists."""
+MAX_LISTED = 4  #: Sizes of allocations that a message lists.
 
 
 def create(tables: Tables, session: Session, body: messages.Create, event: RequestReceived) -> messages.Attached | None:

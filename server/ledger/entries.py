@@ -21,11 +21,8 @@ FORMAT = 6
 processes, and no times of leases and publications. Up to format 3 the entry of each version had the version's own
 memory. Format 1 had no digests, and no owners of pools that have ended; format 2 had no locks."""
 
-SHARES = 4
-"""The first format in which versions can share memory, and memory has entries of its own."""
-
-WRITERS = 6
-"""The first format that records which lease writes a draft."""
+SHARES = 4  #: The first format in which versions can share memory, and memory has entries of its own.
+WRITERS = 6  #: The first format that records which lease writes a draft.
 
 GROWN = (Kind.SESSION, Kind.STATE, Kind.LEASE)
 """Entries that got fields in later formats; those of an earlier format are written again with the next changes."""

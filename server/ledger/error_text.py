@@ -45,11 +45,8 @@ Comparing two names costs up to the product of their lengths, and any client may
 With these limits the worst names cost some milliseconds, usual ones a third of a millisecond.
 """
 
-NEAR_POOLS = 1000
-"""Pools that are searched for such names, whether or not the asking session may see them."""
-
-SURVEY = 1000
-"""Sessions or tickets of one user that are searched for the largest."""
+NEAR_POOLS = 1000  #: Pools that are searched for such names, whether or not the asking session may see them.
+SURVEY = 1000  #: Sessions or tickets of one user that are searched for the largest.
 
 BY_HAND = "its operator wants everything to be given back"
 ENDING = "it was told to end"

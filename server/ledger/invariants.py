@@ -33,8 +33,7 @@ from cubroker.server.ledger.records import (
 from cubroker.server.ledger.states import ALLOCATED, PROMISED, GroupState, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
 
-Part = tuple[str, Callable[[], None]]
-"""The part of the tables that a check is about, and the check."""
+Part = tuple[str, Callable[[], None]]  #: The part of the tables that a check is about, and the check.
 
 MISTAKES = (AssertionError, LookupError, AttributeError, TypeError, ValueError)
 """The exceptions that a check of contradictory tables raises."""

@@ -60,8 +60,7 @@ from cubroker.server.ledger.tables import Tables
 
 __all__ = ["Audit", "Budget", "HeldMemory", "Holder", "Impossible", "LeaseGrant", "Ledger", "Limits"]
 
-MAX_NAMED = 20
-"""The most leases that a text names."""
+MAX_NAMED = 20  #: The most leases that a text names.
 
 
 class Holder(NamedTuple):

@@ -7,11 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from cubroker.protocol.messages import AUTO
 
-MODE = 0o644
-"""The default mode: every user may attach, and only the owner may publish and retire."""
-
-MAX_KEEP = 1000
-"""The most superseded versions of a pool that a policy can keep."""
+MODE = 0o644  #: The default mode: every user may attach, and only the owner may publish and retire.
+MAX_KEEP = 1000  #: The most superseded versions of a pool that a policy can keep.
 
 
 ADMIN_RESERVE = 16

@@ -26,11 +26,8 @@ from cubroker.server.ledger.states import (
     VersionState,
 )
 
-SESSION_FDS = 2
-"""Descriptors of the broker that a session takes: its connection and its pidfd."""
-
-EVENT_LOG_LINES = 32
-"""Events that the log of a pool or a session keeps."""
+SESSION_FDS = 2  #: Descriptors of the broker that a session takes: its connection and its pidfd.
+EVENT_LOG_LINES = 32  #: Events that the log of a pool or a session keeps.
 
 # -- devices and users ---------------------------------------------------------------------------------
 

@@ -114,11 +114,8 @@ MEMORY: Mapping[MemoryState, Mapping[MemoryEvent, MemoryState]] = {
     MemoryState.GONE: {},
 }
 
-PROMISED = (MemoryState.PROMISED, MemoryState.CANCELLED)
-"""The states in which bytes count as promised."""
-
-ALLOCATED = (MemoryState.HELD, MemoryState.FREEING)
-"""The states in which bytes count as allocated."""
+PROMISED = (MemoryState.PROMISED, MemoryState.CANCELLED)  #: The states in which bytes count as promised.
+ALLOCATED = (MemoryState.HELD, MemoryState.FREEING)  #: The states in which bytes count as allocated.
 
 
 class GroupState(Enum):

@@ -28,14 +28,9 @@ from cubroker.server.ledger.records import (
 )
 from cubroker.server.ledger.states import VERSION, E, S, VersionEvent, VersionState, step
 
-MAX_PAST_NAMES = 65_536
-"""Names without versions whose past is remembered; beyond it the oldest are forgotten."""
-
-MAX_PAST_LOGS = 512
-"""Ended pools, and ended sessions, whose event logs are kept; beyond it the oldest are dropped."""
-
-NO_INDEX = -1
-"""The index of a device that is not served."""
+MAX_PAST_NAMES = 65_536  #: Names without versions whose past is remembered; beyond it the oldest are forgotten.
+MAX_PAST_LOGS = 512  #: Ended pools, and ended sessions, whose event logs are kept; beyond it the oldest are dropped.
+NO_INDEX = -1  #: The index of a device that is not served.
 
 
 class Kind(StrEnum):

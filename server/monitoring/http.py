@@ -97,8 +97,7 @@ class HttpResponse:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Routes = Mapping[str, Callable[[], Awaitable[HttpResponse]]]
-"""The functions that make the responses, by path."""
+Routes = Mapping[str, Callable[[], Awaitable[HttpResponse]]]  #: The functions that make the responses, by path.
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # no samples of when
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-DEVICE = ("index", "device")
-"""The labels of a device."""
+DEVICE = ("index", "device")  #: The labels of a device.
 
 BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Seconds. A request that need not wait takes less than a millisecond; the rest wait for memory or a version."""

@@ -69,11 +69,8 @@ BURST, REFILL = 200, 1.0
 PLAIN = frozenset((Failed, Created, Sealed, Retirement))  #: Replies that are worth a line at ``info``.
 FAILURE = "the broker failed at counting and logging an event"
 
-Naming = Attach | Create | Describe | Retire | Find | ListDigests | Lock | Watch
-"""The requests that name their pool."""
-
-OF_DRAFTS = (Seal, SealInPlace, SetLayout)
-"""The requests that name a draft, by its lease."""
+Naming = Attach | Create | Describe | Retire | Find | ListDigests | Lock | Watch  #: The requests that name their pool.
+OF_DRAFTS = (Seal, SealInPlace, SetLayout)  #: The requests that name a draft, by its lease.
 
 
 @dataclass(frozen=True, slots=True)
