@@ -279,17 +279,15 @@ def _check_ipc_events(tables: Tables, lease: Lease) -> None:
         assert tables.ipc_events[event] is ipc_event
         assert version.ipc_events[ipc_event.name] is ipc_event
         assert all(waiter.ipc_event is ipc_event for waiter in ipc_event.event_waiters)
-    assert version.writable or not (lease.ipc_events or lease.event_waiters)
-    for waiter in lease.event_waiters:
-        assert waiter.lease is lease
-        assert lease.session.unfinished[waiter.request] is waiter
+    assert version.writable or not lease.ipc_events
 
 
 def _check_event_waiter(tables: Tables, waiter: EventWaiter) -> None:
-    assert waiter in waiter.lease.event_waiters
+    assert waiter.session.leases[waiter.lease.id] is waiter.lease
     assert waiter in waiter.queue
     assert tables.timers[waiter.timer] is waiter
     version, ipc_event = waiter.lease.version, waiter.ipc_event
+    assert version.writable
     if ipc_event is None:
         assert waiter.name not in version.ipc_events, "the event that it waits for is there"
     else:

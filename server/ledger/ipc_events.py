@@ -28,8 +28,9 @@ def close(tables: Tables, session: Session, body: messages.Close) -> messages.Do
 
 def end_lease(tables: Tables, lease: Lease, how: str) -> None:
     """End a lease and its events, and refuse the requests that wait by it; ``how`` says what its holder did."""
-    for waiter in tuple(lease.event_waiters):
-        leases.refuse(tables, waiter, leases.no_lease(lease.id))
+    for waiter in tuple(lease.session.unfinished.values()):
+        if isinstance(waiter, EventWaiter) and waiter.lease is lease:
+            leases.refuse(tables, waiter, leases.no_lease(lease.id))
     for ipc_event in tuple(lease.ipc_events.values()):
         end_event(tables, ipc_event, how)
     leases.release(tables, lease)
@@ -86,7 +87,8 @@ def open_event(
         return _opened(ipc_event)
     if not body.wait:
         raise NotFound(error_text.no_event(lease.version, body.name))
-    _wait(tables, EventWaiter(session, event.request, lease, body, body.name))
+    leases.admit(tables, session, event.request)
+    leases.wait(tables, EventWaiter(session, event.request, lease.version.pool, lease, body, body.name))
     return None
 
 
@@ -114,10 +116,11 @@ def await_event(
         raise Unavailable(version.ended_reasons.get(body.event, forgotten))
     if ipc_event.generation > body.after:
         return messages.Generation(ipc_event.generation)
-    waiter = EventWaiter(session, event.request, lease, body, ipc_event.name, ipc_event, body.after)
+    waiter = EventWaiter(session, event.request, version.pool, lease, body, ipc_event.name, ipc_event, body.after)
     if not body.wait:
         raise TimedOut(error_text.not_recorded(waiter))
-    _wait(tables, waiter)
+    leases.admit(tables, session, event.request)
+    leases.wait(tables, waiter)
     return None
 
 
@@ -125,12 +128,6 @@ def drop(tables: Tables, session: Session, body: messages.DropEvent) -> messages
     """End an event, as its maker requests."""
     end_event(tables, _own(session, body.event), "closed it")
     return messages.Done()
-
-
-def _wait(tables: Tables, waiter: EventWaiter) -> None:
-    leases.admit(tables, waiter.session, waiter.request)
-    leases.enqueue(tables, waiter)
-    leases.arm_timeout(tables, waiter)
 
 
 def _opened(ipc_event: IpcEvent) -> messages.EventOpened:

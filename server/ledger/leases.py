@@ -86,9 +86,8 @@ def attach(
     _check_expected(tables, session, pool, body)
     admit(tables, session, event.request)
     blind = 0 < body.version <= tables.past(body.name).last
-    waiter = AttachWaiter(next(tables.arrivals), session, event.request, tables.pool(body.name), body, blind)
-    enqueue(tables, waiter)
-    arm_timeout(tables, waiter)
+    pool = tables.pool(body.name)
+    wait(tables, AttachWaiter(session, event.request, pool, body, next(tables.arrivals), blind))
     return None
 
 
@@ -523,7 +522,7 @@ def enqueue(tables: Tables, waiter: Waiter) -> None:
     if isinstance(waiter, AttachWaiter):
         waiter.pool.attach_waiters[waiter] = None
     elif isinstance(waiter, EventWaiter):
-        waiter.queue[waiter] = waiter.lease.event_waiters[waiter] = None
+        waiter.queue[waiter] = None
     elif isinstance(waiter, LockWaiter):
         waiter.pool.lock_waiters[waiter] = None
     else:
@@ -532,6 +531,12 @@ def enqueue(tables: Tables, waiter: Waiter) -> None:
         user.memory_descriptors += waiter.descriptors
         tables.stored += waiter.stored
     tables.note(waiter.pool, f"request {waiter.request} of {waiter.session.label} began to wait")
+
+
+def wait(tables: Tables, waiter: Waiter) -> None:
+    """Let an admitted request wait until its time is over."""
+    enqueue(tables, waiter)
+    arm_timeout(tables, waiter)
 
 
 def arm_timeout(tables: Tables, waiter: Waiter) -> None:
@@ -573,7 +578,7 @@ def stop_waiting(tables: Tables, waiter: Waiter) -> None:
     if isinstance(waiter, AttachWaiter):
         del waiter.pool.attach_waiters[waiter]
     elif isinstance(waiter, EventWaiter):
-        del waiter.queue[waiter], waiter.lease.event_waiters[waiter]
+        del waiter.queue[waiter]
     elif isinstance(waiter, LockWaiter):
         del waiter.pool.lock_waiters[waiter]
     else:

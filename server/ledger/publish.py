@@ -230,9 +230,7 @@ def lock(tables: Tables, session: Session, body: messages.Lock, event: RequestRe
     if not body.wait:
         raise errors.TimedOut(error_text.locked(tables, session, pool.lock))
     leases.admit(tables, session, event.request)
-    waiter = LockWaiter(session, event.request, pool, body)
-    leases.enqueue(tables, waiter)
-    leases.arm_timeout(tables, waiter)
+    leases.wait(tables, LockWaiter(session, event.request, pool, body))
     return None
 
 

@@ -20,11 +20,7 @@ from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST, Attach, AwaitEv
 from cubroker.protocol.status import ProcessInfo
 from cubroker.server.ledger.events import AllocationId, FdSource
 from cubroker.server.ledger.policy import MODE, NO_LIMITS, NOTHING, Limits, Quota, exceeds
-from cubroker.server.ledger.states import (
-    GroupState,
-    MemoryState,
-    VersionState,
-)
+from cubroker.server.ledger.states import GroupState, MemoryState, VersionState
 
 SESSION_FDS = 2  #: Descriptors of the broker that a session takes: its connection and its pidfd.
 EVENT_LOG_LINES = 32  #: Events that the log of a pool or a session keeps.
@@ -269,8 +265,6 @@ class Lease:
     bound: bool
     #: Events made by it, by number.
     ipc_events: dict[int, IpcEvent] = field(default_factory=dict)
-    #: Requests that wait for events by it.
-    event_waiters: dict[EventWaiter, None] = field(default_factory=dict)
     #: Whether it got fabric handles and may still ask for descriptors.
     unsent: bool = False
     #: When it began, in seconds since 1970; None: the broker that granted it did not record that.
@@ -581,29 +575,33 @@ class MulticastGroup:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class AttachWaiter:
-    """An attach that waits for its version to be published."""
+class _Waiter:
+    """A request that waits; its ``body`` is the request."""
 
-    #: Its rank among all requests that waited.
-    arrival: int
     session: Session
     request: int
     pool: Pool
-    body: Attach
-    #: Whether its version will never be published, which its session must not know: it may not read the history.
-    blind: bool = False
     #: Its timer; 0: none is set.
-    timer: int = 0
+    timer: int = field(default=0, kw_only=True)
     #: When it began to wait, in seconds since 1970.
-    since: float = 0.0
+    since: float = field(default=0.0, kw_only=True)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class EventWaiter:
+class AttachWaiter(_Waiter):
+    """An attach that waits for its version to be published."""
+
+    body: Attach
+    #: Its rank among all requests that waited.
+    arrival: int
+    #: Whether its version will never be published, which its session must not know: it may not read the history.
+    blind: bool
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class EventWaiter(_Waiter):
     """A request that waits for an event to be made, or to pass a generation."""
 
-    session: Session
-    request: int
     #: The lease by which it waits.
     lease: Lease
     body: OpenEvent | AwaitEvent
@@ -613,15 +611,6 @@ class EventWaiter:
     ipc_event: IpcEvent | None = None
     #: The generation that must be exceeded.
     after: int = 0
-    #: Its timer.
-    timer: int = 0
-    #: When it began to wait, in seconds since 1970.
-    since: float = 0.0
-
-    @property
-    def pool(self) -> Pool:
-        """The pool of the event."""
-        return self.lease.version.pool
 
     @property
     def queue(self) -> dict[EventWaiter, None]:
@@ -630,17 +619,10 @@ class EventWaiter:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LockWaiter:
+class LockWaiter(_Waiter):
     """A request that waits for the lock of a name."""
 
-    session: Session
-    request: int
-    pool: Pool
     body: Lock
-    #: Its timer.
-    timer: int = 0
-    #: When it began to wait, in seconds since 1970.
-    since: float = 0.0
 
 
 class Phase(Enum):
@@ -652,16 +634,13 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class CreateWaiter:
+class CreateWaiter(_Waiter):
     """A create that waits for its turn, for room on its devices, or for its memory."""
 
-    #: Its rank among all requests that waited.
-    arrival: int
-    session: Session
-    request: int
-    pool: Pool
     #: The request, with share kind and durability decided.
     body: Create
+    #: Its rank among all requests that waited.
+    arrival: int
     #: Sizes of its new allocations on each device, rounded to the granularity.
     sizes: dict[DeviceAccount, tuple[int, ...]]
     #: Their sums: the bytes that it takes of each device.
@@ -672,10 +651,6 @@ class CreateWaiter:
     phase: Phase = Phase.TURN
     #: Whether it is in its user's queue: it could have the turn, but its user's quota has no room.
     parked: bool = False
-    #: Its timer; 0: none is set.
-    timer: int = 0
-    #: When it began to wait, in seconds since 1970.
-    since: float = 0.0
 
     @property
     def accounts(self) -> Iterable[DeviceAccount]:
