@@ -30,19 +30,8 @@ from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
 from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets, parse_budget
 from cubroker.server.event_queue import EventQueue
-from cubroker.server.ledger.events import (
-    Allocate,
-    Allocated,
-    AllocationFailed,
-    AllocationId,
-    BindMulticast,
-    Free,
-    Freed,
-    MulticastBound,
-    MulticastUnbound,
-    ProcessMemory,
-    UnbindMulticast,
-)
+from cubroker.server.ledger import events
+from cubroker.server.ledger.events import AllocationId
 from cubroker.server.ledger.memory import COPIES, rounded
 from cubroker.server.ledger.records import Budget, listed
 from cubroker.server.store.fdstore import Store
@@ -104,7 +93,7 @@ class MemoryWatch:
         """Prepare for frees on a device, by UUID; the result is called with each freed allocation and its bytes."""
         return lambda _, __: None
 
-    def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[ProcessMemory]:
+    def look(self, clients: Collection[tuple[int, int]], users: Collection[int]) -> list[events.ProcessMemory]:
         """Return the memory that processes refer to.
 
         Args:
@@ -197,7 +186,7 @@ def stored_as(ticket: int, number: int) -> str:
     return f"m{ticket}.{number}"
 
 
-class DeviceAllocator(WorkerThread[Allocate | Free]):
+class DeviceAllocator(WorkerThread[events.Allocate | events.Free]):
     """The broker's memory on one device, and the thread that allocates, clears, exports and frees it.
 
     A ``Free`` that is submitted before its ``Allocate`` has finished is executed after it.
@@ -260,18 +249,18 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         pieces = self._pieces[ticket].values()
         return tuple(piece.physical for piece in pieces if not isinstance(piece, IpcAllocation))
 
-    def _execute(self, request: Allocate | Free) -> None:
-        if isinstance(request, Allocate):
+    def _execute(self, request: events.Allocate | events.Free) -> None:
+        if isinstance(request, events.Allocate):
             self._queue.put_threadsafe(self._allocate(request))
         else:
             unfreed = self._free(request.ticket, request.numbers)
-            self._queue.put_threadsafe(Freed(request.ticket, request.numbers, unfreed))
+            self._queue.put_threadsafe(events.Freed(request.ticket, request.numbers, unfreed))
 
     def _release_all(self) -> None:
         for ticket in self._pieces.keys() - self._stored - self._left:
             self._free(ticket)
 
-    def _allocate(self, request: Allocate) -> Allocated | AllocationFailed:
+    def _allocate(self, request: events.Allocate) -> events.Allocated | events.AllocationFailed:
         """Allocate all sizes of a request, or none of them."""
         self._pieces[request.ticket] = {}
         try:
@@ -289,9 +278,9 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
         named = listed(device.index, device.name, device.uuid)
         message = f"the broker's device {named} cannot provide {sum(request.sizes)} bytes: {reason}"
         log.warning("%s", message)
-        return AllocationFailed(request.ticket, code, message, self._free(request.ticket))
+        return events.AllocationFailed(request.ticket, code, message, self._free(request.ticket))
 
-    def _obtain(self, request: Allocate) -> Allocated:
+    def _obtain(self, request: events.Allocate) -> events.Allocated:
         pieces: list[IpcAllocation | VmmAllocation] = []
         for number, size in enumerate(request.sizes):
             pieces.append(self._piece(request, rounded(size)))
@@ -303,13 +292,13 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
             self._stored.add(request.ticket)
             for number, descriptor in enumerate(descriptors):
                 self._store.hold(stored_as(request.ticket, number), [descriptor])
-        return Allocated(request.ticket, handles, descriptors)
+        return events.Allocated(request.ticket, handles, descriptors)
 
     def _note_files(self, ticket: int) -> None:
-        files = ((piece.file, AllocationId(ticket, number), piece) for number, piece in self._pieces[ticket].items())
-        self._watch.allocated({file: (allocation, piece.nbytes) for file, allocation, piece in files if file})
+        found = {AllocationId(ticket, number): piece for number, piece in self._pieces[ticket].items()}
+        self._watch.allocated({file: (each, piece.nbytes) for each, piece in found.items() if (file := piece.file)})
 
-    def _piece(self, request: Allocate, nbytes: int) -> IpcAllocation | VmmAllocation:
+    def _piece(self, request: events.Allocate, nbytes: int) -> IpcAllocation | VmmAllocation:
         if request.share in BY_DESCRIPTOR:
             fabric = request.share == VMM and not request.durable  # a fabric handle ends with the broker that made it
             return VmmAllocation(self._driver, self._device.index, nbytes, fabric=fabric)
@@ -364,7 +353,7 @@ class DeviceAllocator(WorkerThread[Allocate | Free]):
 WORKS = "every device takes part"
 
 
-class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
+class MulticastBinder(WorkerThread[events.BindMulticast | events.UnbindMulticast]):
     """The broker's multicast objects, and the thread that makes and releases them.
 
     An ``UnbindMulticast`` that is submitted before its ``BindMulticast`` has finished is executed after it.
@@ -389,33 +378,33 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
         """Keep a group bound when this closes: a client uses its memory."""
         self._left.add(group)
 
-    def _execute(self, request: BindMulticast | UnbindMulticast) -> None:
-        if isinstance(request, BindMulticast):
+    def _execute(self, request: events.BindMulticast | events.UnbindMulticast) -> None:
+        if isinstance(request, events.BindMulticast):
             self._queue.put_threadsafe(self._bind(request))
         else:
             self._unbind(request.group)
-            self._queue.put_threadsafe(MulticastUnbound(request.group))
+            self._queue.put_threadsafe(events.MulticastUnbound(request.group))
 
     def _release_all(self) -> None:
         for group in self._groups.keys() - self._left:
             self._unbind(group)
 
-    def _bind(self, request: BindMulticast) -> MulticastBound:
+    def _bind(self, request: events.BindMulticast) -> events.MulticastBound:
         """Make all objects of a request, or none of them."""
         members = {uuid for uuid, _ in request.members}
         devices = [device.index for device in self._driver.devices if device.uuid in members]
         try:
             obstacles = filter(None, map(self._driver.multicast_obstacle, devices))
             why = next(obstacles, None)
-            return MulticastBound(request.group, COPIES, why) if why else self._make(request, devices)
+            return events.MulticastBound(request.group, COPIES, why) if why else self._make(request, devices)
         except DriverError as error:
             log.warning("multicast is unavailable on devices %s; using copies instead: %s", devices, error)
-            return MulticastBound(request.group, COPIES, str(error))
+            return events.MulticastBound(request.group, COPIES, str(error))
         except Exception as error:  # without an outcome, its client would wait for ever
             log.exception("%s failed in an unexpected way", request)
-            return MulticastBound(request.group, COPIES, repr(error))
+            return events.MulticastBound(request.group, COPIES, repr(error))
 
-    def _make(self, request: BindMulticast, devices: Sequence[int]) -> MulticastBound:
+    def _make(self, request: events.BindMulticast, devices: Sequence[int]) -> events.MulticastBound:
         """Make an object for each allocation of the pool, and bind the allocation of every device to it."""
         memory = [self._memory[uuid].physicals(ticket) for uuid, ticket in request.members]
         sizes, descriptors = [], []
@@ -429,7 +418,7 @@ class MulticastBinder(WorkerThread[BindMulticast | UnbindMulticast]):
                 descriptors.append(multicast.export())
                 undo.callback(os.close, descriptors[-1])
             self._groups[request.group] = undo.pop_all()
-        return MulticastBound(request.group, MULTICAST, WORKS, tuple(sizes), tuple(descriptors))
+        return events.MulticastBound(request.group, MULTICAST, WORKS, tuple(sizes), tuple(descriptors))
 
     def _unbind(self, group: int) -> None:
         """Release a group's objects, if it has any. An object that the driver does not release is logged and lost."""

@@ -31,15 +31,6 @@ from cubroker.server.ledger import error_text, leases, memory
 from cubroker.server.ledger.access import can_administer
 from cubroker.server.ledger.error_text import size
 from cubroker.server.ledger.events import Allocated, AllocationFailed, Freed, MulticastBound, RequestReceived
-from cubroker.server.ledger.leases import (
-    check_publishable,
-    check_quota,
-    check_reachable,
-    check_readable,
-    check_reserved,
-    created,
-    grant,
-)
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.records import (
@@ -77,7 +68,7 @@ def create(tables: Tables, session: Session, body: messages.Create, event: Reque
     if body.attach is None:
         _check_writable(tables, session, pool, body)
     _check_quotas(tables, session, body, sizes)
-    check_quota(tables, session)
+    leases.check_quota(tables, session)
     leases.admit(tables, session, request)
     waiter = CreateWaiter(
         arrival=next(tables.arrivals),
@@ -157,7 +148,7 @@ def _checked_sizes(
         if uuid not in tables.accounts:
             raise errors.NotFound(error_text.no_device(tables, uuid))
     if body.attach is not None:
-        check_reachable(tables, body.attach)
+        leases.check_reachable(tables, body.attach)
     if base is not None and body.base is not None:
         _check_base(body, body.base, base, layout)
     sizes = {tables.accounts[uuid]: each for uuid, each in _sizes(body, layout).items()}
@@ -205,7 +196,7 @@ def _base(tables: Tables, session: Session, pool: Pool | None, body: messages.Cr
             f" out"
         )
     if pool is not None:
-        check_readable(tables, session, pool)
+        leases.check_readable(tables, session, pool)
     base = find(tables, session, body.name, body.base.version)
     if base.state is VersionState.LOST:
         raise errors.Unavailable(f"{base.label} was lost: {base.why}; publish all tensors, without a base")
@@ -287,10 +278,10 @@ def _homes(body: messages.Create, number: int) -> tuple[str, ...]:
 
 
 def _check_writable(tables: Tables, session: Session, pool: Pool | None, body: messages.Create) -> None:
-    check_reserved(tables, session, body.name)
+    leases.check_reserved(tables, session, body.name)
     if pool is None:
         return
-    check_publishable(tables, session, pool)
+    leases.check_publishable(tables, session, pool)
     if body.mode not in (None, pool.mode) and not can_administer(tables, session, pool):
         raise errors.Denied(
             f"user {session.uid} may not change the mode of {pool.name}, {error_text.belongs(tables, session, pool)};"
@@ -493,7 +484,7 @@ def _fill(tables: Tables, version: Version) -> None:
     waiter = version.pool.writer
     assert waiter is not None
     try:
-        check_quota(tables, waiter.session)
+        leases.check_quota(tables, waiter.session)
     except errors.OverQuota as error:
         leases.refuse(tables, waiter, error)
         return
@@ -502,8 +493,8 @@ def _fill(tables: Tables, version: Version) -> None:
     tables.transition_version(version, VersionEvent.FILLED)
     leases.stop_waiting(tables, waiter)
     replicas = tuple(version.replicas.values())
-    lease = grant(tables, waiter.session, version, replicas, bound=version.is_multicast, writes=True)
-    leases.answer(tables, waiter, created(lease))
+    lease = leases.grant(tables, waiter.session, version, replicas, bound=version.is_multicast, writes=True)
+    leases.answer(tables, waiter, leases.created(lease))
     leases.serve_readers(tables, version)
 
 

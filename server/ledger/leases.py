@@ -18,29 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cubroker.protocol import fields, messages
-from cubroker.protocol.errors import (
-    CubrokerError,
-    Denied,
-    Invalid,
-    NotFound,
-    OverQuota,
-    Retired,
-    TimedOut,
-    Unavailable,
-    Unsupported,
-)
+from cubroker.protocol import errors, fields, messages
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
-from cubroker.server.ledger import error_text, events, memory
-from cubroker.server.ledger.access import (
-    can_publish,
-    can_read,
-    can_read_draft,
-    can_read_history,
-    is_privileged,
-    reserved_prefix,
-    visible_past,
-)
+from cubroker.server.ledger import access, error_text, events, memory
 from cubroker.server.ledger.memory import release_quota
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.records import (
@@ -75,7 +55,7 @@ def attach(
 ) -> messages.Attached | None:
     """Lease a published version, or a draft if requested; None if the request waits. Raises like :func:`lend`."""
     if not tables.lends(durable=True):
-        raise Unavailable(error_text.not_lending(tables))
+        raise errors.Unavailable(error_text.not_lending(tables))
     pool = tables.pools.get(body.name)
     if pool is not None:
         version = pool.versions.get(body.version) if body.version else pool.current
@@ -98,8 +78,8 @@ def reads_draft(body: messages.Attach, version: Version) -> bool:
 
 def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
     """Raise ``Denied`` if a session may not attach to, describe and watch a pool."""
-    if not can_read(tables, session, pool):
-        raise Denied(
+    if not access.can_read(tables, session, pool):
+        raise errors.Denied(
             f"user {session.uid} may not attach to {pool.name}, describe or watch it: its mode does not allow that; ask"
             f" its owner for a mode that does"
         )
@@ -107,8 +87,8 @@ def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
 
 def check_reserved(tables: Tables, session: Session, name: str) -> None:
     """Raise ``Denied`` if a name is reserved for the pools of others."""
-    if (prefix := reserved_prefix(tables, session, name)) is not None:
-        raise Denied(
+    if (prefix := access.reserved_prefix(tables, session, name)) is not None:
+        raise errors.Denied(
             f"user {session.uid} may not publish {name}: names that begin with {prefix!r} are reserved; use"
             f" another name, or have this user added to [names] of the broker's settings"
         )
@@ -116,8 +96,8 @@ def check_reserved(tables: Tables, session: Session, name: str) -> None:
 
 def check_publishable(tables: Tables, session: Session, pool: Pool) -> None:
     """Raise ``Denied`` if a session may not publish and retire versions of a pool."""
-    if not can_publish(tables, session, pool):
-        raise Denied(
+    if not access.can_publish(tables, session, pool):
+        raise errors.Denied(
             f"user {session.uid} may not publish or retire versions of {pool.name},"
             f" {error_text.belongs(tables, session, pool)}; use another name, or ask its owner for a mode that lets you"
         )
@@ -127,7 +107,7 @@ def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages
     """Raise ``Denied`` if the request names owners, and the pool belongs neither to one of them nor to the session."""
     if where.owners and pool.owner not in (None, session.uid, *where.owners):
         wanted = " or ".join(map(str, dict.fromkeys(where.owners)))  # a loader may be root, and the broker's user
-        raise Denied(
+        raise errors.Denied(
             f"{pool.name} belongs to user {pool.owner}, and a pool of user {wanted} was asked for; have it"
             f" retired, use another name, or name its owner (--owner, $CUBROKER_OWNER or, in Python, the argument"
             f" `owner`)"
@@ -137,18 +117,18 @@ def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages
 def _check_expected(tables: Tables, session: Session, pool: Pool | None, body: messages.Attach) -> None:
     """Raise unless the missing version can still be published, and the request may wait for it."""
     fields.check_pool_name(body.name)
-    past = visible_past(tables, session, body.name)
+    past = access.visible_past(tables, session, body.name)
     if 0 < body.version <= past.last:
-        raise Retired(error_text.retired(body.name, body.version, pool, past.loss))
+        raise errors.Retired(error_text.retired(body.name, body.version, pool, past.loss))
     check_reachable(tables, body)
     if not body.wait:
-        raise NotFound(error_text.missing(tables, session, body.name, body.version))
+        raise errors.NotFound(error_text.missing(tables, session, body.name, body.version))
 
 
 def check_reachable(tables: Tables, where: messages.Attach | messages.Where) -> None:
     """Raise ``NotFound`` if the request names a device, and neither that nor any of its peers is the broker's."""
     if where.device is not None and tables.accounts.keys().isdisjoint((where.device, *where.peers)):
-        raise NotFound(error_text.no_device(tables, where.device))
+        raise errors.NotFound(error_text.no_device(tables, where.device))
 
 
 # -- granting --------------------------------------------------------------------------------------------
@@ -174,7 +154,7 @@ def lend(
     if draft:
         _check_draft(tables, session, version)
     if not tables.lends(durable=version.durable):
-        raise Unavailable(error_text.not_lending(tables))
+        raise errors.Unavailable(error_text.not_lending(tables))
     chosen, written = _choose(tables, version, where.device, where.peers), tuple[Replica, ...]()
     if version.share == MULTICAST:
         written = memory.replicas_for(version, chosen, where.device)
@@ -187,19 +167,19 @@ def lend(
 
 def _check_draft(tables: Tables, session: Session, draft: Version) -> None:
     """Raise ``Denied`` or ``Unsupported`` if a session may not attach to a draft."""
-    if not can_read_draft(tables, session, draft):
-        raise Denied(
+    if not access.can_read_draft(tables, session, draft):
+        raise errors.Denied(
             f"user {session.uid} may not attach to {draft.label} before its seal: the mode that it will have does not"
             f" allow that; ask its owner for a mode that does"
         )
     if draft.writable:
-        raise Unsupported(
+        raise errors.Unsupported(
             f"{draft.label} cannot be attached to before its seal: it is writable by its readers, and until the seal"
             f" only its writer may write it; wait for it to be sealed"
         )
     writer = draft.holders[draft.writer_lease].session
-    if draft.share == IPC and session.uid != writer.uid and not is_privileged(tables, session):
-        raise Unsupported(
+    if draft.share == IPC and session.uid != writer.uid and not access.is_privileged(tables, session):
+        raise errors.Unsupported(
             f"{draft.label} cannot be attached to before its seal by user {session.uid}: it is shared as {IPC}, so its"
             f" readers could write it, and its digests are still to be computed; wait for it to be sealed, or have it"
             f" created with share={VMM!r}"
@@ -214,7 +194,7 @@ def serve(tables: Tables, version: Version, waiters: Iterable[AttachWaiter | Cre
         stop_waiting(tables, waiter)
         try:
             reply: messages.Reply = lend(tables, waiter.session, version, where)
-        except CubrokerError as error:
+        except errors.CubrokerError as error:
             reply = messages.Failed(error.code, error.message)
         answer(tables, waiter, reply)
 
@@ -229,7 +209,7 @@ def _choose(tables: Tables, version: Version, device: str | None, peers: Sequenc
     if device is None:
         if version.plan is None and len(version.replicas) > 1:
             there = error_text.listed(replica.account for replica in version.replicas.values())
-            raise Invalid(
+            raise errors.Invalid(
                 f"{version.label} is on several of the broker's devices, {there}; name one of them, as in device=0"
             )
         return tuple(version.replicas.values())
@@ -241,14 +221,16 @@ def _choose(tables: Tables, version: Version, device: str | None, peers: Sequenc
     there = error_text.places(version)
     here = error_text.device(tables, device)
     if version.plan is not None:
-        raise NotFound(f"{version.label} has no shard on {here}: its shards are on {there}; name one, or none for all")
+        raise errors.NotFound(
+            f"{version.label} has no shard on {here}: its shards are on {there}; name one, or none for all"
+        )
     if peers:
         near = ", ".join(error_text.device(tables, peer) for peer in peers)
-        raise NotFound(
+        raise errors.NotFound(
             f"{version.label} is not on {here}, nor on one that it can reach ({near}): it is on"
             f" {there}; attach there, or load it here as well"
         )
-    raise NotFound(
+    raise errors.NotFound(
         f"{version.label} is not on {here}; it is on {there}: attach there, load it here as well, or reach it"
         f" from here over peer access, where the hardware can"
     )
@@ -260,7 +242,7 @@ def check_quota(tables: Tables, session: Session) -> None:
     if len(session.leases) >= tables.limits.leases or (quota.leases is not None and user.leases >= quota.leases):
         raise error_text.too_many(session, tables.limits, error_text.LEASES)
     if quota.mapped_beyond_leases is not None and (found := memory.excess(tables, user.uid)) is not None:
-        raise OverQuota(error_text.too_much_beyond(user.uid, *found))
+        raise errors.OverQuota(error_text.too_much_beyond(user.uid, *found))
 
 
 def grant(
@@ -329,10 +311,10 @@ def send_descriptors(tables: Tables, session: Session, body: messages.SendDescri
     """
     lease = own_lease(session, body.lease)
     if not lease.unsent:
-        raise Invalid(f"lease {lease.id} on {lease.version.label} has no descriptors that were not sent")
+        raise errors.Invalid(f"lease {lease.id} on {lease.version.label} has no descriptors that were not sent")
     if lease.version.state is VersionState.LOST:
         why = lease.version.why
-        raise Unavailable(f"{lease.version.label} was lost: {why}; close it, and attach to the next version")
+        raise errors.Unavailable(f"{lease.version.label} was lost: {why}; close it, and attach to the next version")
     tables.effects.append(send_fds(lease))
     lease.unsent = False
     tables.mark_dirty(Kind.LEASE, lease.id)
@@ -383,18 +365,18 @@ def own_draft(session: Session, lease: int, what: str = "be sealed") -> Lease:
     version = found.version
     if version.state is VersionState.LOST:
         why = version.why
-        raise Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
+        raise errors.Unavailable(f"{version.label} was lost before it was sealed: {why}; close it, and create it again")
     if version.state is not VersionState.DRAFT:
         state = "given up by its writer" if version.lent else "published"
-        raise Invalid(f"lease {lease} is on {version.label}, which is {state}; only a draft can {what}")
+        raise errors.Invalid(f"lease {lease} is on {version.label}, which is {state}; only a draft can {what}")
     if not found.writes:
-        raise Invalid(f"lease {lease} reads {version.label}, a draft; it can {what} by its writer's lease alone")
+        raise errors.Invalid(f"lease {lease} reads {version.label}, a draft; it can {what} by its writer's lease alone")
     return found
 
 
-def no_lease(lease: int) -> NotFound:
+def no_lease(lease: int) -> errors.NotFound:
     """Return the error for a session that holds no such lease, whether or not another session does."""
-    return NotFound(f"this session holds no lease {lease}; it was closed already, or was never its own")
+    return errors.NotFound(f"this session holds no lease {lease}; it was closed already, or was never its own")
 
 
 def release(tables: Tables, lease: Lease) -> None:
@@ -432,9 +414,9 @@ def withdraw(tables: Tables, draft: Version) -> None:
     pool.draft, pool.last = None, draft.number
     for waiter in tuple(pool.attach_waiters):
         if 0 < waiter.body.version <= pool.last:  # never to be published; only readers of the history may know
-            if can_read_history(tables, waiter.session, pool):
+            if access.can_read_history(tables, waiter.session, pool):
                 words = error_text.retired(pool.name, waiter.body.version, pool, pool.loss)
-                refuse(tables, waiter, Retired(words))
+                refuse(tables, waiter, errors.Retired(words))
             else:
                 waiter.blind = True
     tables.recheck_pools[pool] = None
@@ -490,7 +472,7 @@ def announce(tables: Tables, pool: Pool) -> None:
     """
     unowned = pool.owner is pool.previous_owner is None  # so nothing exists but the name
     for session in pool.watchers:
-        if unowned or can_read_history(tables, session, pool):
+        if unowned or access.can_read_history(tables, session, pool):
             tables.effects.append(notice(session, pool))
 
 
@@ -507,7 +489,7 @@ def notice(session: Session, pool: Pool) -> events.Notify:
 def admit(tables: Tables, session: Session, request: int) -> None:
     """Raise unless a session and its user may have one more request that waits."""
     if request in session.unfinished:
-        raise Invalid(f"request {request} is unfinished; a new request needs a new id")
+        raise errors.Invalid(f"request {request} is unfinished; a new request needs a new id")
     user = session.user
     if len(session.unfinished) >= tables.limits.unfinished or exceeds(user.unfinished, 1, user.quota.requests):
         raise error_text.too_many(session, tables.limits, error_text.REQUESTS)
@@ -559,14 +541,14 @@ def timer_expired(tables: Tables, event: events.TimerExpired) -> None:
     waiter = tables.timers.pop(event.timer, None)
     if waiter is not None:
         waiter.timer = 0
-        refuse(tables, waiter, TimedOut(error_text.waited(tables, waiter)))
+        refuse(tables, waiter, errors.TimedOut(error_text.waited(tables, waiter)))
 
 
 def cancel(tables: Tables, session: Session, body: messages.Cancel) -> messages.Done:
     """Refuse a request that waits, if it still does."""
     waiter = session.unfinished.get(body.request)
     if waiter is not None:
-        refuse(tables, waiter, TimedOut(f"request {body.request} was cancelled by its caller"))
+        refuse(tables, waiter, errors.TimedOut(f"request {body.request} was cancelled by its caller"))
     return messages.Done()
 
 
@@ -630,7 +612,7 @@ def answer(tables: Tables, waiter: Waiter, body: messages.Reply) -> None:
     tables.effects.append(events.Respond(waiter.session.id, waiter.request, body))
 
 
-def refuse(tables: Tables, waiter: Waiter, error: CubrokerError) -> None:
+def refuse(tables: Tables, waiter: Waiter, error: errors.CubrokerError) -> None:
     """Stop a request from waiting, and answer it with an error."""
     stop_waiting(tables, waiter)
     answer(tables, waiter, messages.Failed(error.code, error.message))

@@ -14,16 +14,6 @@ from cubroker.protocol.messages import MULTICAST
 from cubroker.server.ledger import error_text, leases
 from cubroker.server.ledger.access import can_read, visible_past
 from cubroker.server.ledger.events import RequestReceived
-from cubroker.server.ledger.leases import (
-    announce,
-    check_publishable,
-    check_readable,
-    end_if_unused,
-    end_surplus,
-    notice,
-    own_draft,
-    release,
-)
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.records import AttachWaiter, CreateWaiter, LockWaiter, Pool, PoolLock, Session, Version
 from cubroker.server.ledger.states import VersionEvent, VersionState
@@ -38,7 +28,7 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
         Unsupported, Invalid: the version cannot have digests, or the digests are not one for each piece of memory; or
             it is to be sealed in place, and a reader's lease would not have the same memory as the writer's.
     """
-    draft = own_draft(session, body.lease)
+    draft = leases.own_draft(session, body.lease)
     version = draft.version
     if isinstance(body, messages.SealInPlace):
         _check_stays(version)
@@ -50,13 +40,13 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
     if version.mode is not None:
         pool.mode = version.mode
     if isinstance(body, messages.Seal):
-        release(tables, draft)
+        leases.release(tables, draft)
     else:
         tables.note(session, f"lease {draft.id} stays, and {version.label} is published")
     if previous is not None:
         tables.transition_version(previous, VersionEvent.REPLACED)
-    end_surplus(tables, pool)  # one more is superseded, so another may no longer be kept
-    announce(tables, pool)
+    leases.end_surplus(tables, pool)  # one more is superseded, so another may no longer be kept
+    leases.announce(tables, pool)
     _serve(tables, version)
     tables.recheck_pools[pool] = None
     return messages.Sealed(version.number)
@@ -89,7 +79,7 @@ def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.
     """Take a version out of service; it ends with its last lease. A repeated request reports the remaining leases."""
     known = tables.pools.get(body.name)
     if known is not None:
-        check_publishable(tables, session, known)
+        leases.check_publishable(tables, session, known)
     version = find(tables, session, body.name, body.version)
     pool = version.pool
     if version is pool.draft:
@@ -97,16 +87,16 @@ def retire(tables: Tables, session: Session, body: messages.Retire) -> messages.
         raise errors.Invalid(
             f"{version.label} is a draft of {writer}; it ends when that session closes it, or when the session ends"
         )
-    leases = version.leases
+    left = version.leases
     if version.state not in (VersionState.RETIRED, VersionState.LOST):
         tables.note(pool, f"{session.label} retires version {version.number}")
         tables.transition_version(version, VersionEvent.RETIRED)
-        ended = end_if_unused(tables, version)
+        ended = leases.end_if_unused(tables, version)
         if pool.current is version:
             pool.current, ended = None, True
         if ended:
-            announce(tables, pool)
-    return messages.Retirement(version.number, leases)
+            leases.announce(tables, pool)
+    return messages.Retirement(version.number, left)
 
 
 def find(tables: Tables, session: Session, name: str, number: int) -> Version:
@@ -130,7 +120,7 @@ def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Do
         unwatch(tables, session, body.name)
         return messages.Done()
     if (known := tables.pools.get(body.name)) is not None:
-        check_readable(tables, session, known)
+        leases.check_readable(tables, session, known)
     if body.name not in session.watches:
         user = session.user
         if len(session.watches) >= tables.limits.watches or exceeds(user.watches, 1, user.quota.watches):
@@ -139,7 +129,7 @@ def watch(tables: Tables, session: Session, body: messages.Watch) -> messages.Do
         pool.watchers[session] = None
         user.watches += 1
         tables.mark_dirty(Kind.WATCH, session.id, body.name)
-    tables.effects.append(notice(session, tables.pools[body.name]))
+    tables.effects.append(leases.notice(session, tables.pools[body.name]))
     return messages.Done()
 
 
@@ -155,7 +145,7 @@ def find_current(tables: Tables, session: Session, body: messages.Find) -> messa
     pool = tables.pools.get(body.name)
     if pool is None or (body.owners and pool.owner not in (session.uid, *body.owners)):
         return messages.Found(0)
-    check_readable(tables, session, pool)
+    leases.check_readable(tables, session, pool)
     return messages.Found(pool.current.number if pool.current is not None else 0)
 
 

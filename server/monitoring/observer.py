@@ -15,49 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
 
+from cubroker.protocol import messages
 from cubroker.protocol.errors import Denied
-from cubroker.protocol.messages import (
-    Attach,
-    Attached,
-    Create,
-    Created,
-    Describe,
-    Done,
-    Drain,
-    Failed,
-    Find,
-    ListDigests,
-    Lock,
-    Reply,
-    Request,
-    Retire,
-    Retirement,
-    Seal,
-    Sealed,
-    SealInPlace,
-    SetLayout,
-    Tell,
-    View,
-    Watch,
-)
-from cubroker.server.ledger import Ledger
-from cubroker.server.ledger.events import (
-    BindMulticast,
-    ConnectionLost,
-    Effect,
-    ForgetSession,
-    Free,
-    Freed,
-    LedgerEvent,
-    MulticastUnbound,
-    ProcessExited,
-    ProcessScanFinished,
-    Reconfigured,
-    RequestReceived,
-    Respond,
-    SessionOpened,
-    UnbindMulticast,
-)
+from cubroker.server.ledger import Ledger, events
 from cubroker.server.ledger.ledger import Holder
 from cubroker.server.transport.peer_credentials import RateLimiter
 
@@ -66,11 +26,22 @@ log = logging.getLogger(__name__)
 BURST, REFILL = 200, 1.0
 """Lines at ``info`` that one user can cause in a burst, and seconds after which a user can cause one more."""
 
-PLAIN = frozenset((Failed, Created, Sealed, Retirement))  #: Replies that are worth a line at ``info``.
+PLAIN = frozenset((messages.Failed, messages.Created, messages.Sealed, messages.Retirement))
+"""Replies that are worth a line at ``info``."""
+
 FAILURE = "the broker failed at counting and logging an event"
 
-Naming = Attach | Create | Describe | Retire | Find | ListDigests | Lock | Watch  #: The requests that name their pool.
-OF_DRAFTS = (Seal, SealInPlace, SetLayout)  #: The requests that name a draft, by its lease.
+Naming = (
+    messages.Attach
+    | messages.Create
+    | messages.Describe
+    | messages.Retire
+    | messages.Find
+    | messages.ListDigests
+    | messages.Lock
+    | messages.Watch
+)  #: The requests that name their pool.
+OF_DRAFTS = (messages.Seal, messages.SealInPlace, messages.SetLayout)  #: The requests that name a draft, by its lease.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +64,7 @@ class BrokerGauges:
 class Snapshot:
     """A broker at one moment, as metrics and the page show it."""
 
-    view: View
+    view: messages.View
     #: Increases with every event.
     revision: int
     gauges: BrokerGauges = BrokerGauges()
@@ -115,7 +86,7 @@ class EventCounter:
 class PendingRequest(Struct, frozen=True):
     """A request without a reply yet."""
 
-    body: Request
+    body: messages.Request
     #: The pool of the draft whose lease the request names; empty if it names none.
     leased: str
     #: The time of its arrival, by the monotonic clock.
@@ -131,28 +102,28 @@ class PendingRequest(Struct, frozen=True):
         """The name of the pool that the request is about; empty if the request names none."""
         if isinstance(self.body, Naming):
             return self.body.name
-        return self.body.pool or "" if isinstance(self.body, Tell) else self.leased
+        return self.body.pool or "" if isinstance(self.body, messages.Tell) else self.leased
 
 
 def _count(leases: int) -> str:
     return f"{leases} lease{'' if leases == 1 else 's'}"
 
 
-def _describe(request: PendingRequest, reply: Reply) -> tuple[int, str, dict[str, object]]:
+def _describe(request: PendingRequest, reply: messages.Reply) -> tuple[int, str, dict[str, object]]:
     """Return the level, the text and the fields of a reply's line."""
     kind, pool = request.kind, request.pool
     match reply:
-        case Failed(code, message):
+        case messages.Failed(code, message):
             asked = f"{kind} of {pool}" if pool else kind
             return logging.INFO, f"{asked} was refused ({code}): {message}", {"code": code, "why": message}
-        case Created(version=version):
+        case messages.Created(version=version):
             return logging.INFO, f"writes {pool}@{version}", {"version": version}
-        case Sealed(version):
+        case messages.Sealed(version):
             return logging.INFO, f"published {pool}@{version}", {"version": version}
-        case Retirement(version, leases):
+        case messages.Retirement(version, leases):
             text = f"retired {pool}@{version}, with {_count(leases)} left on it"
             return logging.INFO, text, {"version": version}
-        case Attached(version=version):
+        case messages.Attached(version=version):
             return logging.DEBUG, f"attached to {pool}@{version}, lease {reply.lease}", {"version": version}
         case _:
             return logging.DEBUG, f"{kind} was done", {}
@@ -167,19 +138,19 @@ class Releases:
         #: The devices and the start of each release, by ticket and numbers, or by group.
         self._under_way: dict[object, tuple[tuple[str, ...], float]] = {}
 
-    def begun(self, effect: Free | BindMulticast | UnbindMulticast, now: float) -> None:
+    def begun(self, effect: events.Free | events.BindMulticast | events.UnbindMulticast, now: float) -> None:
         """Note an effect that is executed ``now``, in seconds since an arbitrary moment."""
         match effect:
-            case BindMulticast():
+            case events.BindMulticast():
                 self._groups[effect.group] = tuple(device for device, _ in effect.members)
-            case UnbindMulticast():
+            case events.UnbindMulticast():
                 self._under_way.setdefault(effect.group, (self._groups.pop(effect.group, ()), now))
-            case Free():
+            case events.Free():
                 self._under_way.setdefault((effect.ticket, effect.numbers), ((effect.device,), now))
 
-    def done(self, event: Freed | MulticastUnbound) -> None:
+    def done(self, event: events.Freed | events.MulticastUnbound) -> None:
         """Note that a release has finished."""
-        key = event.group if isinstance(event, MulticastUnbound) else (event.ticket, event.numbers)
+        key = event.group if isinstance(event, events.MulticastUnbound) else (event.ticket, event.numbers)
         self._under_way.pop(key, None)
 
     def longest(self, now: float) -> Mapping[str, float]:
@@ -221,7 +192,7 @@ class LedgerObserver:
         )
         return Snapshot(self._ledger.view(everything=everything), self.revision, gauges)
 
-    def before(self, event: LedgerEvent) -> None:
+    def before(self, event: events.LedgerEvent) -> None:
         """Note an event that the ledger is about to handle."""
         self.revision += 1
         try:
@@ -230,7 +201,7 @@ class LedgerObserver:
         except Exception:
             log.exception(FAILURE)
 
-    def after(self, event: LedgerEvent, effects: Collection[Effect]) -> None:
+    def after(self, event: events.LedgerEvent, effects: Collection[events.Effect]) -> None:
         """Note the effects of an event."""
         try:
             self._after(event, effects)
@@ -238,40 +209,41 @@ class LedgerObserver:
             log.exception(FAILURE)
 
     # Most events are requests, and most effects replies: they come first. `match` would cost more.
-    def _before(self, event: LedgerEvent) -> None:
-        if isinstance(event, RequestReceived):
+    def _before(self, event: events.LedgerEvent) -> None:
+        if isinstance(event, events.RequestReceived):
             body = event.body
             leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, OF_DRAFTS) else ""
             self._pending[event.session][event.request] = PendingRequest(body, leased, time.monotonic())
-        elif isinstance(event, ConnectionLost):
+        elif isinstance(event, events.ConnectionLost):
             if (who := self._ledger.holder(event.session)) is not None and who.leases:
                 why = "the connection has ended"
                 self._log(logging.INFO, who, f"{why}; {_count(who.leases)} until the process does", why=why)
             self._pending.pop(event.session, None)  # its pending requests are not answered any more
-        elif isinstance(event, ProcessExited) and (who := self._ledger.holder(event.session)) is not None:
+        elif isinstance(event, events.ProcessExited) and (who := self._ledger.holder(event.session)) is not None:
             why = "the process has ended"
             if who.leases:
                 self._log(logging.INFO, who, f"{why}, and with it {_count(who.leases)}", why=why)
             else:
                 self._log(logging.DEBUG, who, why, why=why)
 
-    def _after(self, event: LedgerEvent, effects: Collection[Effect]) -> None:
-        if isinstance(event, RequestReceived):
-            if isinstance(event.body, Drain) and Respond(event.session, event.request, Done()) in effects:
+    def _after(self, event: events.LedgerEvent, effects: Collection[events.Effect]) -> None:
+        if isinstance(event, events.RequestReceived):
+            done = events.Respond(event.session, event.request, messages.Done())
+            if isinstance(event.body, messages.Drain) and done in effects:
                 lends = "drains the broker, which lends nothing new" if event.body.on else "has the broker lend again"
                 self._log(logging.INFO, self._ledger.holder(event.session), lends)
-        elif isinstance(event, SessionOpened):
+        elif isinstance(event, events.SessionOpened):
             self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
-        elif isinstance(event, ProcessScanFinished | Reconfigured):
+        elif isinstance(event, events.ProcessScanFinished | events.Reconfigured):
             self._measured()
-        elif isinstance(event, Freed | MulticastUnbound):
+        elif isinstance(event, events.Freed | events.MulticastUnbound):
             self._releases.done(event)
         for effect in effects:
-            if isinstance(effect, Respond):
+            if isinstance(effect, events.Respond):
                 self._answered(effect.session, effect.request, effect.body)
-            elif isinstance(effect, Free | BindMulticast | UnbindMulticast):
+            elif isinstance(effect, events.Free | events.BindMulticast | events.UnbindMulticast):
                 self._releases.begun(effect, time.monotonic())
-            elif isinstance(effect, ForgetSession):
+            elif isinstance(effect, events.ForgetSession):
                 self._pending.pop(effect.session, None)
 
     def _measured(self) -> None:
@@ -284,11 +256,11 @@ class LedgerObserver:
             log.info("user %d gets leases again: %s", uid, why, extra={"uid": uid})
         self._beyond_leases = self._ledger.beyond_leases()
 
-    def _answered(self, session: int, number: int, reply: Reply) -> None:
+    def _answered(self, session: int, number: int, reply: messages.Reply) -> None:
         request = self._pending.get(session, {}).pop(number, None)
         if request is None:  # an earlier broker received it
             return
-        code = reply.code if isinstance(reply, Failed) else ""
+        code = reply.code if isinstance(reply, messages.Failed) else ""
         self.counter.request_answered(request.kind, time.monotonic() - request.since, code)
         # The log already has a line about a request that was denied.
         if code != Denied.code and (type(reply) in PLAIN or log.isEnabledFor(logging.DEBUG)):

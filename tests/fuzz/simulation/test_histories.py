@@ -94,7 +94,7 @@ def test_a_ledger_that_takes_a_reader_of_a_draft_for_its_writer_is_found(monkeyp
 
 @pytest.mark.slow
 def test_a_ledger_that_shows_a_draft_to_who_may_not_read_the_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "can_read_draft", lambda *_: True)
+    monkeypatch.setattr(access, "can_read_draft", lambda *_: True)
     assert is_found()
 
 

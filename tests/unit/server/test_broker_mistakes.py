@@ -11,7 +11,7 @@ import pytest
 from cubroker.protocol import messages as m
 from cubroker.server import broker
 from cubroker.server.broker import Recovery
-from cubroker.server.ledger import Ledger, publish
+from cubroker.server.ledger import Ledger, leases
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.records import CreateWaiter, DeviceAccount
 from cubroker.server.ledger.snapshot import Audit
@@ -33,7 +33,7 @@ def mistaken(monkeypatch: pytest.MonkeyPatch, store: int | None) -> Ledger:
     story.joins(1, 2)
     story.publishes(1, "a")
     story.quietly(attaches(2, 1, "a"), creates(1, 1, "a", MIB), e.Allocated(2, (b"handle",)))
-    monkeypatch.setattr(publish, "release", fail)
+    monkeypatch.setattr(leases, "release", fail)
     with pytest.raises(Mistake):
         story.ledger.handle(asks(1, 2, m.Seal(3)))
     return story.ledger
@@ -93,7 +93,7 @@ def test_what_was_to_be_done_is_done_at_once_although_the_event_failed(monkeypat
     story = Story()
     story.joins(1)
     story.publishes(1, "a")
-    monkeypatch.setattr(publish, "announce", fail)
+    monkeypatch.setattr(leases, "announce", fail)
     with pytest.raises(Mistake):
         story.ledger.handle(asks(1, 1, m.Retire("a", 1)))
 
