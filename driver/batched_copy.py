@@ -33,30 +33,24 @@ Table = ctypes.Array[ctypes.c_uint64]
 _Table = ctypes.c_uint64 * (3 * ENTRIES)
 
 
-class BatchedCopy:
+class BatchedCopy(Kernel):
     """Copies segments for one context; closed with it. See :meth:`Context.copy_batch`."""
 
     def __init__(self, context: PrimaryContext) -> None:
-        self._context = context
-        self._kernel = Kernel(context, "batched_copy.ptx", b"cubroker_batched_copy")
+        super().__init__(context, "batched_copy.ptx", b"cubroker_batched_copy")
 
     def start(self, stream: Stream, segments: Iterable[Segment], base: int) -> None:
         """Start the copies in a stream of the context; targets are offsets from ``base``."""
         with self._context.current():
             for table, count, chunks in tables(joined(segments), base):
-                self._kernel.launch(stream, chunks, THREADS, count, table)
-
-    def close(self) -> None:
-        """Unload the kernel; to be called once."""
-        self._kernel.close()
+                self.launch(stream, chunks, THREADS, count, table)
 
 
-class BatchedCompare:
+class BatchedCompare(Kernel):
     """Compares segments for one context; closed with it. See :meth:`Context.differing`."""
 
     def __init__(self, context: PrimaryContext) -> None:
-        self._context = context
-        self._kernel = Kernel(context, "batched_compare.ptx", b"cubroker_batched_compare")
+        super().__init__(context, "batched_compare.ptx", b"cubroker_batched_compare")
         #: Pinned memory for flags, which takes longer to allocate than hundreds of tensors to compare.
         self._spare: deque[Pinned] = deque()
 
@@ -76,8 +70,8 @@ class BatchedCompare:
         return found
 
     def close(self) -> None:
-        """Unload the kernel, and free the flags; to be called once."""
-        self._kernel.close()
+        """Unload it, and free the flags; to be called once."""
+        super().close()
         while self._spare:
             self._spare.pop().close()
 
@@ -89,7 +83,7 @@ class BatchedCompare:
         try:
             for table, count, chunks in tables(segments):
                 if chunks:
-                    self._kernel.launch(copies, chunks, THREADS, count, flags, table)
+                    self.launch(copies, chunks, THREADS, count, flags, table)
                 flags += 4 * count
         finally:
             copies.synchronize()

@@ -51,15 +51,14 @@ _BLOCKS = 1024
 _SHARE = 16  #: Pieces that each thread of a smaller launch has about: fewer are not worth a block.
 
 
-class Digester:
+class Digester(Kernel):
     """Digests memory for one context; closed with it. See :meth:`Context.digests`.
 
     The sums come back through pinned host memory: a full device has no memory to give.
     """
 
     def __init__(self, context: PrimaryContext) -> None:
-        self._context = context
-        self._kernel = Kernel(context, "digest.ptx", b"cubroker_digest")
+        super().__init__(context, "digest.ptx", b"cubroker_digest")
 
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the digest of each range of bytes; all launches run at once."""
@@ -73,17 +72,13 @@ class Digester:
                 found = list(_totals(stored, blocks))
         return [self._finished(*each, total) for each, total in zip(ranges, found, strict=True)]
 
-    def close(self) -> None:
-        """Unload the kernel; to be called once."""
-        self._kernel.close()
-
     def _launch(self, ranges: Sequence[tuple[int, int]], blocks: Sequence[int], target: int) -> None:
         """Have the sums of all blocks stored side by side; no launch runs any more when it returns or raises."""
         copies = self._context.copies()
         try:
             for (pointer, nbytes), count in zip(ranges, blocks, strict=True):
                 if count:
-                    self._kernel.launch(copies, count, _THREADS, pointer, nbytes // PIECE, target)
+                    self.launch(copies, count, _THREADS, pointer, nbytes // PIECE, target)
                 target += SIZE * count
         finally:
             copies.synchronize()

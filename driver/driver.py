@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import UUID
 
 from cubroker.driver import device_names, system_calls, vmm
@@ -17,12 +17,13 @@ from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerat
 from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
 
 if TYPE_CHECKING:  # what a reader of a pool does not need is imported where it is used
-    from cubroker.driver.batched_copy import BatchedCompare, BatchedCopy, Segment
-    from cubroker.driver.digest import Digester
+    from cubroker.driver.batched_copy import Segment
     from cubroker.driver.multicast import Multicast, Window
     from cubroker.driver.peer_access import Peers
 
 MAX_HOST_DEVICES = 64
+
+K = TypeVar("K")
 
 _HOST = r"(?a:host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?)"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -211,17 +212,20 @@ class Context(PrimaryContext):
 
     def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
         super().__init__(calls, device, host=host)
-        self._digester: dict[None, Digester] = {}
-        self._batched_copy: dict[None, BatchedCopy] = {}
-        self._batched_compare: dict[None, BatchedCompare] = {}
+        self._kernels: dict[object, Any] = {}  # by class
 
     def release(self) -> None:
         """Release the context. If no other code of the process retains it, everything in it is destroyed."""
-        for kernels in (self._digester, self._batched_copy, self._batched_compare):
-            if made := kernels.pop(None, None):
-                with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
-                    made.close()
+        while self._kernels:
+            _, kernel = self._kernels.popitem()
+            with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
+                kernel.close()
         super().release()
+
+    def _kernel(self, kind: Callable[[PrimaryContext], K]) -> K:
+        """Return the context's kernel of a class, loaded on first use; raises ``DriverError``."""
+        kernel: K = keep_first(self._kernels, kind, lambda: kind(self), lambda made: made.close())
+        return kernel
 
     # -- memory that this process owns -------------------------------------------------------------
 
@@ -263,8 +267,7 @@ class Context(PrimaryContext):
         """
         from cubroker.driver.digest import Digester
 
-        digester = keep_first(self._digester, None, lambda: Digester(self), Digester.close)
-        return digester.digests(ranges)
+        return self._kernel(Digester).digests(ranges)
 
     def differing(self, segments: Sequence[Segment]) -> list[bool]:
         """Return for each segment whether the memory at its two addresses, which this device reads, differs.
@@ -278,8 +281,7 @@ class Context(PrimaryContext):
         """
         from cubroker.driver.batched_copy import BatchedCompare
 
-        compare = keep_first(self._batched_compare, None, lambda: BatchedCompare(self), BatchedCompare.close)
-        return compare.differing(segments)
+        return self._kernel(BatchedCompare).differing(segments)
 
     def copy_batch(self, stream: Stream, segments: Sequence[Segment], base: int = 0) -> None:
         """Start copies of memory that this device reads and writes, in a stream of this context.
@@ -298,10 +300,10 @@ class Context(PrimaryContext):
                 from cubroker.driver.batched_copy import BatchedCopy
 
                 with suppress(DriverError):  # no compiler, or no memory, for the kernel
-                    keep_first(self._batched_copy, None, lambda: BatchedCopy(self), BatchedCopy.close)
-            if len(segments) > 1 and (batched := self._batched_copy.get(None)):
-                batched.start(stream, segments, base)
-                return
+                    self._kernel(BatchedCopy)
+                if batched := self._kernels.get(BatchedCopy):
+                    batched.start(stream, segments, base)
+                    return
             for target, source, nbytes in segments:
                 if nbytes:
                     stream.copy(base + target, source, nbytes)

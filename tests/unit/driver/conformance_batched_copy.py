@@ -86,7 +86,7 @@ def test_segments_without_a_kernel_are_copied_by_the_driver(
         raise DriverError("cuModuleLoadData", 221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND")
 
     monkeypatch.setattr(Kernel, "__init__", missing)
-    monkeypatch.setattr(context, "_batched_copy", {})
+    monkeypatch.setattr(context, "_kernels", {})
     check(context, ends, in_a_row([1, 100, CHUNK], 32, 64, gap=16))
 
 
