@@ -14,7 +14,7 @@ from cubroker.driver import system_calls
 from cubroker.driver.buffers import handle_bytes, handle_of
 from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import HandleServer, SharedFd
+from cubroker.driver.host.handle_server import SharedFd
 from cubroker.driver.host.shared_memory import Block, OpenedRegion
 from cubroker.driver.host.streams import EventFunctions
 
@@ -115,10 +115,9 @@ class MemoryFunctions(EventFunctions):
         self.current()
         with self.lock:
             block, pointer = self._allocation(int(dptr))
-            self.handle_server = self.handle_server or HandleServer()
-            if not self.handle_server.owns(block.handles.get(pointer, b"")):
+            if pointer not in block.handles:
                 shared = SharedFd(block.fd, block.device, pointer - block.pointer)
-                block.handles[pointer] = self.handle_server.share(shared)
+                block.handles[pointer] = self.shared.share(shared)
             return handle_of(cuda.CUipcMemHandle(), block.handles[pointer], "a handle")
 
     @answers(1)

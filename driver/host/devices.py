@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from cuda.bindings import driver as cuda
 
 from cubroker.driver.host import shared_memory
-from cubroker.driver.host.handle_server import HandleServer, join_stopped, stopped
+from cubroker.driver.host.handle_server import SharedFds, join_stopped, stopped
 from cubroker.driver.host.shared_memory import AddressMap, Block, Heap, OpenedRegion
 
 PEERS = "CUBROKER_HOST_PEERS"
@@ -137,8 +137,8 @@ class DeviceFunctions:
         self.created: dict[int, int] = {}
         #: Other processes' memory that is open here, by device and handle.
         self.opened: dict[tuple[int, bytes], OpenedRegion] = {}
-        #: Serves the handles of this process's memory and events, from the first handle on.
-        self.handle_server: HandleServer | None = None
+        #: The handles of this process's memory and events.
+        self.shared = SharedFds()
         self._enabled: dict[tuple[int, int], tuple[int, int]] = {}  # contexts, and their devices
         self._thread = threading.local()
 
@@ -209,9 +209,6 @@ class DeviceFunctions:
             self.retained[device] -= 1
             if not self.retained[device]:
                 self.destroy(device)
-            if self.handle_server and not any(self.retained):
-                self.handle_server.stop()
-                self.handle_server = None
 
     @answers(1)
     def cuCtxCreate(self, ctxCreateParams: Any, flags: int, dev: Any) -> Any:
@@ -282,8 +279,7 @@ class DeviceFunctions:
 
     def free(self, block: Block, pointer: int) -> None:
         """Free an allocation of a block; the caller holds the lock."""
-        if self.handle_server:
-            self.handle_server.withdraw(block.handles.pop(pointer, b""))
+        self.shared.withdraw(block.handles.pop(pointer, b""))
         self.heaps[block.device].free(block, pointer)
 
     def unmap(self, region: OpenedRegion) -> None:

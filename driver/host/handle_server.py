@@ -76,10 +76,6 @@ class HandleServer:
         self._shared.pop(secret_of(handle), None)
         return bool(self._shared)
 
-    def owns(self, handle: bytes) -> bool:
-        """Whether a handle was made here."""
-        return handle.startswith(self._address)
-
     def stop(self) -> None:
         """Make the thread end, which frees the address; this does not wait for that."""
         self._stopping = True
@@ -136,7 +132,7 @@ def join_stopped() -> None:
 
 
 class SharedFds:
-    """Handles with a server of their own, which runs while there are any."""
+    """Handles with a server of their own, which runs while there are any; its user holds the driver's lock."""
 
     def __init__(self) -> None:
         self._server: HandleServer | None = None

@@ -33,7 +33,7 @@ from cuda.bindings import driver as cuda
 from cubroker.driver.buffers import handle_bytes, handle_of
 from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import HandleServer, SharedFd
+from cubroker.driver.host.handle_server import SharedFd
 
 _DISABLE_TIMING = 2
 _INTERPROCESS = 4
@@ -252,9 +252,8 @@ class EventFunctions(StreamFunctions):
                 with shared_memory.fork_lock() as ours:
                     known.fds = os.pipe()
                     ours.update(known.fds)
-            self.handle_server = self.handle_server or HandleServer()
-            if not self.handle_server.owns(known.handle):
-                known.handle = self.handle_server.share(SharedFd(known.fds[0], known.device))
+            if not known.handle:
+                known.handle = self.shared.share(SharedFd(known.fds[0], known.device))
         return handle_of(cuda.CUipcEventHandle(), known.handle, "a handle")
 
     @answers(1)
@@ -262,7 +261,7 @@ class EventFunctions(StreamFunctions):
         device = self.current()
         raw = handle_bytes(handle)
         with self.lock:
-            ours = self.handle_server and self.handle_server.owns(raw)
+            ours = any(event.handle == raw for event in self._events.values())
             check(not ours, Result.CUDA_ERROR_INVALID_CONTEXT)
         try:
             shared = handle_server.fetch(raw)
@@ -298,6 +297,5 @@ class EventFunctions(StreamFunctions):
 
     def _end(self, number: int) -> None:
         event = self._events.pop(number)
-        if self.handle_server:
-            self.handle_server.withdraw(event.handle)
+        self.shared.withdraw(event.handle)
         shared_memory.close(*event.fds)

@@ -25,7 +25,7 @@ from cuda.bindings import driver as cuda
 from cubroker.driver.buffers import HANDLE_BYTES, handle_of
 from cubroker.driver.host import handle_server, shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import SharedFd, SharedFds
+from cubroker.driver.host.handle_server import SharedFd
 from cubroker.driver.host.shared_memory import BLOCK, Heap, Region
 
 CHANNEL = "CUBROKER_HOST_CHANNEL"
@@ -266,7 +266,6 @@ class VirtualMemoryFunctions(DeviceFunctions):
         #: What each handle stands for, by number.
         self.handles: dict[int, Mappable] = {}
         self._ranges: dict[int, AddressRange] = {}
-        self._shared = SharedFds()
         self._fabric_handles: dict[Mappable, bytes] = {}
 
     @answers(1)
@@ -292,7 +291,7 @@ class VirtualMemoryFunctions(DeviceFunctions):
     def cuMemRelease(self, handle: Any) -> None:
         with self.lock:
             held = self.held(handle)
-            self._shared.withdraw(self._fabric_handles.pop(held, b""))
+            self.shared.withdraw(self._fabric_handles.pop(held, b""))
             held.release()
             del self.handles[int(handle)]
 
@@ -402,7 +401,7 @@ class VirtualMemoryFunctions(DeviceFunctions):
         """Return the fabric handle of some memory, the same each time; the caller holds the lock."""
         channel = _channel()
         if physical not in self._fabric_handles:
-            handle = self._shared.share(SharedFd(physical.fd, physical.device))
+            handle = self.shared.share(SharedFd(physical.fd, physical.device))
             behind = _CHANNEL_AT + _CHANNEL.size
             self._fabric_handles[physical] = handle[:_CHANNEL_AT] + _CHANNEL.pack(channel) + handle[behind:]
         return self._fabric_handles[physical]

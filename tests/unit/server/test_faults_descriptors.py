@@ -59,12 +59,12 @@ def test_a_draft_that_finds_no_descriptor_is_refused_and_leaves_none(broker: Bro
             break
         assert reply.code == "device", reply
         assert client.devices() == devices
-        eventually(lambda: (files(broker.pid) - before).total() <= 1, f"{before}, and one more at most")
+        all_closed(broker.pid, before)
     assert isinstance(reply, Created)
     assert free == 4  # three allocations, and the socket over which all host memory is handed out
     client.ask(Close(reply.lease), Done)
     eventually(lambda: client.devices() == devices, "the memory to come back")
-    eventually(lambda: (files(broker.pid) - before).total() == 1, f"{before}, and the socket")
+    all_closed(broker.pid, before)
 
 
 def greeted(connection: socket.socket) -> Welcome | Refused:
