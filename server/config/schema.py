@@ -317,6 +317,15 @@ QUOTA: Mapping[str, tuple[ValueKind, object]] = {
 }
 """Kind and default of each field of :class:`Quota`, which bounds what one user may have."""
 
+LIMITS = {
+    "leases": (1 << 20, 4096),
+    "requests": (4096, 1024),
+    "watches": (1 << 20, 1024),
+    "events": (1 << 20, 1024),
+    "locks": (1 << 20, 1024),
+}
+"""The highest value and the default of each field of :class:`Limits`, which bounds what one session may have."""
+
 SETTINGS: Mapping[str, Setting] = {
     setting.key: setting
     for setting in (
@@ -332,11 +341,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("sockets.mode", mode(0o666), live=False),
         Setting("sockets.group", GROUP, live=False),
         *(Setting(f"quota.{name}", kind, default) for name, (kind, default) in QUOTA.items()),
-        Setting("limits.leases", number(1, 1 << 20), 4096),
-        Setting("limits.requests", number(1, 4096), 1024),
-        Setting("limits.watches", number(1, 1 << 20), 1024),
-        Setting("limits.events", number(1, 1 << 20), 1024),
-        Setting("limits.locks", number(1, 1 << 20), 1024),
+        *(Setting(f"limits.{name}", number(1, most), default) for name, (most, default) in LIMITS.items()),
         Setting("limits.mapped_check_seconds", SECONDS, 10),
         Setting("log.level", choice("debug", "info", "warning", "error"), "info"),
         Setting("log.format", choice("auto", "text", "json", "journal"), "auto"),
@@ -483,13 +488,7 @@ def build(meant: Mapping[str, Any]) -> Config:
             trust_root=meant["trust_root"],
             reserved=meant["names"],
         ),
-        limits=Limits(
-            leases=meant["limits.leases"],
-            unfinished=meant["limits.requests"],
-            watches=meant["limits.watches"],
-            events=meant["limits.events"],
-            locks=meant["limits.locks"],
-        ),
+        limits=Limits(**{name: meant[f"limits.{name}"] for name in LIMITS}),
         log=Log(meant["log.level"], meant["log.format"]),
         metrics=metrics,
         drain=meant["shutdown.drain_seconds"],

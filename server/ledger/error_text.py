@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from cubroker.protocol.errors import OverQuota
@@ -319,10 +320,8 @@ def _largest(tickets: Iterable[Ticket], what: Callable[[Ticket], str]) -> str:
 class Countable(NamedTuple):
     """A kind of thing of which a session and a user may have only a limited number, with the words for refusals."""
 
-    #: The field of :class:`Limits` and of a user's record.
+    #: The field of :class:`Limits` and of :class:`Quota`.
     field: str
-    #: The field of the quota.
-    quota: str
     #: The clause for a session that has so many of them, and the clause for a user.
     of_session: str
     of_user: str
@@ -330,28 +329,28 @@ class Countable(NamedTuple):
     remedy: str
 
 
-LEASES = Countable("leases", "leases", "holds {} leases", "holds {} leases", "close")
-REQUESTS = Countable("unfinished", "requests", "has {} unfinished requests", "has {} unfinished requests", "cancel")
-WATCHES = Countable("watches", "watches", "watches {} pools", "has {} watches", "end")
-LOCKS = Countable("locks", "locks", "has {} locks", "has {} locks", "release")
-IPC_EVENTS = Countable("events", "events", "has {} events", "has {} events", "close")
+LEASES = Countable("leases", "holds {} leases", "holds {} leases", "close")
+REQUESTS = Countable("requests", "has {} unfinished requests", "has {} unfinished requests", "cancel")
+WATCHES = Countable("watches", "watches {} pools", "has {} watches", "end")
+LOCKS = Countable("locks", "has {} locks", "has {} locks", "release")
+IPC_EVENTS = Countable("events", "has {} events", "has {} events", "close")
 
 
 def too_many(session: Session, limits: Limits, kind: Countable) -> OverQuota:
     """Return the refusal of one more to a session that has as many as it may have, or whose user has."""
-    user, limit, quota = session.user, getattr(limits, kind.field), getattr(session.user.quota, kind.quota)
+    user, of = session.user, attrgetter(kind.field)
 
     def count(session: Session) -> int:
-        return int(getattr(session.used, kind.field))
+        return int(of(session.used))
 
-    if count(session) >= limit:
+    if count(session) >= (limit := of(limits)):
         has = kind.of_session.format(limit)
         return OverQuota(f"this session {has}, the most that one may; {kind.remedy} some of them")
     largest = nlargest(3, filter(count, islice(user.sessions.values(), SURVEY)), key=count)
     words = ", ".join(f"session {each.id} (pid {each.pid}) {count(each)}" for each in largest)
     most = f" ({words})" if words else ""
-    has = kind.of_user.format(getattr(user, kind.field))
-    return OverQuota(f"user {user.uid} {has} of a quota of {quota}{most}; {kind.remedy} some of them")
+    has = kind.of_user.format(of(user.used))
+    return OverQuota(f"user {user.uid} {has} of a quota of {of(user.quota)}{most}; {kind.remedy} some of them")
 
 
 def processes(user: User) -> str:

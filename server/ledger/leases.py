@@ -491,7 +491,7 @@ def admit(tables: Tables, session: Session, request: int) -> None:
     if request in session.unfinished:
         raise errors.Invalid(f"request {request} is unfinished; a new request needs a new id")
     user = session.user
-    if len(session.unfinished) >= tables.limits.unfinished or exceeds(user.unfinished, 1, user.quota.requests):
+    if len(session.unfinished) >= tables.limits.requests or exceeds(user.unfinished, 1, user.quota.requests):
         raise error_text.too_many(session, tables.limits, error_text.REQUESTS)
 
 

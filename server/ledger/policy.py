@@ -10,7 +10,6 @@ from cubroker.protocol.messages import AUTO
 MODE = 0o644  #: The default mode: every user may attach, and only the owner may publish and retire.
 MAX_KEEP = 1000  #: The most superseded versions of a pool that a policy can keep.
 
-
 ADMIN_RESERVE = 16
 """Places of the store that only sessions of administrators may take, so that a full store does not keep them out; in a
 small store, a sixteenth of its places."""
@@ -18,33 +17,25 @@ small store, a sixteenth of its places."""
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one user may have at a time, all sessions together; None: no limit.
+    """What one user may have at a time, all sessions together; None: no limit."""
 
-    Attributes:
-        memory: bytes of device memory, summed over all devices: allocated, promised, and set aside for a
-            create that waits for room.
-        sessions: sessions, detached ones included.
-        leases: leases on versions.
-        requests: requests that wait.
-        watches: watched names.
-        events: events that its sessions made.
-        locks: locks of names.
-        layouts: bytes of the encoded layouts of the user's versions and waiting creates, in the broker's own memory.
-        descriptors: descriptors of the broker: two for every session, and those of memory that is emulated or
-            shared by descriptor.
-        mapped_beyond_leases: bytes of the broker's memory that the user's processes refer to without a lease, as far
-            as the broker can see. Such memory was not granted; a user that exceeds this gets no further lease.
-    """
-
+    #: Bytes of all devices together: allocated, promised, and set aside for a create that waits for room.
     memory: int | None = None
+    #: Detached ones included.
     sessions: int | None = None
     leases: int | None = None
+    #: Requests that wait.
     requests: int | None = None
     watches: int | None = None
+    #: IPC events that its sessions made.
     events: int | None = None
     locks: int | None = None
+    #: Bytes of the encoded layouts of its versions and waiting creates, in the broker's own memory.
     layouts: int | None = None
+    #: Descriptors of the broker: two for every session, and those of memory that is emulated or shared by descriptor.
     descriptors: int | None = None
+    #: Bytes of the broker's memory that its processes refer to without a lease, as far as the broker can see. Such
+    #: memory was not granted; a user that exceeds this gets no further lease.
     mapped_beyond_leases: int | None = None
 
 
@@ -62,7 +53,7 @@ class Limits:
 
     leases: int = 4096
     #: Requests that wait.
-    unfinished: int = 1024
+    requests: int = 1024
     watches: int = 1024
     #: IPC events.
     events: int = 1024
@@ -75,27 +66,23 @@ NO_LIMITS = Limits(**{each.name: 0 for each in fields(Limits)})
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules of one broker.
+    """The rules of one broker."""
 
-    Attributes:
-        keep: how many superseded versions of each pool, the newest ones, stay without leases.
-        mode: the mode of a pool whose creator gave none.
-        admins: users who may do everything, by their numbers alone.
-        quota: what every user may have, except those in ``quotas``.
-        quotas: what certain users may have, by uid.
-        share: the share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, which is
-            ``vmm`` if all its devices can share memory so, else ``ipc``.
-        reserved: by the beginning of a pool's name, who alone may publish such pools.
-        trust_root: whether root may do everything if it is verified to be root in the broker's own namespaces.
-    """
-
+    #: How many superseded versions of each pool, the newest ones, stay without leases.
     keep: int = 0
+    #: The mode of a pool whose creator gave none.
     mode: int = MODE
+    #: Users who may do everything, by their numbers alone.
     admins: frozenset[int] = frozenset()
+    #: What every user may have, except those in ``quotas``, which has the quotas of certain users by uid.
     quota: Quota = Quota()
     quotas: Mapping[int, Quota] = field(default_factory=dict)
+    #: The share kind of a version whose creator named none: ``ipc``, ``vmm``, or :data:`AUTO`, which is ``vmm`` if all
+    #: its devices can share memory so, else ``ipc``.
     share: str = AUTO
+    #: Whether root may do everything if it is verified to be root in the broker's own namespaces.
     trust_root: bool = True
+    #: By the beginning of a pool's name, who alone may publish such pools.
     reserved: Mapping[str, NameReservation] = field(default_factory=dict)
 
     def quota_of(self, uid: int) -> Quota:

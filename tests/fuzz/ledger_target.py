@@ -23,7 +23,7 @@ from cubroker.server.transport.requests import IncomingRequests
 
 MIB = 1 << 20
 DEVICES = (Budget(0, "GPU-a", "first", 16 * MIB, 12 * MIB), Budget(1, "GPU-b", "second", 16 * MIB, 8 * MIB))
-LIMITS = Limits(leases=6, unfinished=4, watches=3)
+LIMITS = Limits(leases=6, requests=4, watches=3)
 SECRETS = tuple(bytes([number]) * 16 for number in (1, 2, 3))
 
 FRAME, DEVICE, FAILURE, TIME, LOST, GONE = range(6)

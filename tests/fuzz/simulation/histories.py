@@ -29,7 +29,7 @@ DEVICES = (
     Budget(0, "GPU-0", "first", 16 * MIB, 12 * MIB),
     Budget(1, "GPU-1", "second", 16 * MIB, 8 * MIB, 1, vmm=False),
 )
-LIMITS = (Limits(), Limits(leases=3, unfinished=3, watches=1, events=1, locks=1))
+LIMITS = (Limits(), Limits(leases=3, requests=3, watches=1, events=1, locks=1))
 SCARCE = Quota(
     memory=8 * MIB, sessions=4, leases=5, requests=4, watches=2, events=2, locks=2, layouts=60, descriptors=9
 )

@@ -331,7 +331,7 @@ class Model(Facts):
         mine = [other for other in self.requests if other.session is request.session]
         if any(other.id == request.id for other in mine):
             raise Refusal("invalid")
-        if len(mine) >= self.limits.unfinished:
+        if len(mine) >= self.limits.requests:
             raise Refusal("over_quota")
         uid = request.session.uid
         if self.full(sum(other.session.uid == uid for other in self.requests), self.quota(uid).requests):

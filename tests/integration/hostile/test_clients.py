@@ -60,7 +60,7 @@ def test_the_largest_layouts_one_after_the_other(broker: BrokerProcess, witness:
 def test_as_many_waiting_requests_as_there_may_be(broker: BrokerProcess, witness: Witness) -> None:
     with session(broker.directory) as client:
         for _ in range(HOSTILITY):
-            waiting = [client.send(Attach("never", 0, None, MAX_WAIT)) for _ in range(Limits().unfinished)]
+            waiting = [client.send(Attach("never", 0, None, MAX_WAIT)) for _ in range(Limits().requests)]
             # None of these answers is acknowledged, so the broker keeps them until it has too many.
             for _ in range(MAX_REQUESTS - len(waiting) + 100):
                 assert client.ask(Attach("never", 0, None, MAX_WAIT), Failed).code == "over_quota"

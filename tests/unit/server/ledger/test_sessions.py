@@ -31,7 +31,7 @@ from tests.unit.server.ledger.story import (
 @pytest.fixture
 def story() -> Iterator[Story]:
     """Session 1 is Alice's and has published a@1 on GPU-0; session 2 is Bob's. Limits are tight."""
-    story = Story(limits=Limits(leases=2, unfinished=2, watches=1))
+    story = Story(limits=Limits(leases=2, requests=2, watches=1))
     story.joins(1, uid=ALICE)
     story.joins(2, uid=BOB)
     story.publishes(1, "a")
