@@ -191,19 +191,12 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 class Bearer:
-    """A session of version 1 to 3: a request with its secret is its client's, and every reply is the broker's.
-
-    Args:
-        secret: from the session socket.
-        version: the protocol version of the session.
-
-    Attributes:
-        name: the bytes that assign a request to its session.
-        secret: what each request carries; empty if none.
-    """
+    """A session of version 1 to 3: a request with its secret is its client's, and every reply is the broker's."""
 
     def __init__(self, secret: bytes, version: int = 1) -> None:
+        #: The bytes that assign a request to its session.
         self.name = secret
+        #: What each request carries; empty if none.
         self.secret = secret
         self._version = version
 
@@ -237,13 +230,7 @@ class Bearer:
 
 
 class Keyed(Bearer):
-    """A session since version 4: keys derived from its secret authenticate its frames.
-
-    Args:
-        number: the session's.
-        secret: from the session socket.
-        version: the protocol version of the session.
-    """
+    """A session since version 4: keys derived from its secret authenticate its frames."""
 
     def __init__(self, number: int, secret: bytes, version: int = VERSIONS[-1]) -> None:
         super().__init__(b"", version)
@@ -301,13 +288,9 @@ class Keyed(Bearer):
 
 
 class _Key:
-    """The key of one direction of a session.
+    """The key of one direction (``person``) of a session, whose frames have the bytes ``before`` in front.
 
-    Args:
-        secret: the session's.
-        person: the direction.
-        before: bytes before each frame.
-        limit: bytes of a message that are read before its author is known.
+    Of a message ``limit`` bytes are read before its author is known.
     """
 
     def __init__(self, secret: bytes, person: bytes, before: bytes, limit: int) -> None:

@@ -66,20 +66,7 @@ class Broker:
 
     Not to be confused with :class:`cubroker.client.Broker`, a client's session with this one.
 
-    Args:
-        queue: the events.
-        ledger: makes all decisions.
-        memory: the allocator of each device, by UUID.
-        multicast: binds the memory of several devices together.
-        driver: the driver of the devices; clients construct theirs from its ``spec``.
-        gateway: receives batches of replies.
-        observer: counts and logs the events and effects of the ledger.
-        store: keeps the journal and descriptors for the next broker; None: there is no store.
-        session_log: collects what the journal records of sessions and replies; None without a store.
-        checks: compares the memory that processes have mapped with their leases; None: no checks.
-
-    Attributes:
-        sessions: all sessions.
+    ``memory`` has the allocator of each device, by UUID. Without a store, ``store`` and ``session_log`` are None.
     """
 
     def __init__(
@@ -434,9 +421,6 @@ class Recovery:
 
     The event that failed may have left entries that contradict the rest of the tables. The next broker would drop such
     entries, or refuse all of them, long after the cause. So this broker audits the tables soon after the mistake.
-
-    Args:
-        ledger: the ledger that made the mistake.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -33,21 +33,16 @@ LISTENERS = DOOR, REQUESTS = ("door", "requests")
 
 
 class Directory:
-    """The directory, locked and with its two sockets listening, for as long as the context lasts.
+    """The directory, locked and with its two sockets listening, for as long as the context lasts; made if necessary.
 
     Args:
-        path: the directory; made if it does not exist.
+        path: the directory.
         access: who may connect; by default the broker's own user (and root) alone. It does not change sockets that
             another process has made.
         listening: sockets that listen there already, by name; this object takes them over.
         own: the names of ``listening`` sockets that an earlier broker made.
         lasting: leave the socket files in the directory at the end, since another process holds the sockets too, and
             clients may wait there.
-
-    Attributes:
-        sessions: the listening session socket.
-        requests: the listening request socket.
-        fresh: the sockets that this object made, by name.
 
     Raises:
         Invalid: the path is too long for a socket, or not UTF-8.
@@ -69,7 +64,9 @@ class Directory:
         self._listening = dict(listening or {})
         self._own = own
         self._lasting = lasting
+        #: The sockets that this object made, by name.
         self.fresh: dict[str, socket.socket] = {}
+        #: The two listening sockets.
         self.sessions: socket.socket
         self.requests: socket.socket
         self._undo = ExitStack()

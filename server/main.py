@@ -54,11 +54,7 @@ OURS = (JOURNAL, DOOR, REQUESTS)  #: What every broker stores.
 
 
 def configure(file: Path | None, options: Mapping[str, str]) -> Current:
-    """Hide this process, which is about to be a broker, and return the broker's configuration.
-
-    Args:
-        file: the settings, if there is a file of them.
-        options: settings by key, which override all others.
+    """Hide this process, which is about to be a broker, and return its configuration; ``options`` override the file.
 
     Raises:
         InvalidConfig: a setting is refused.
@@ -137,10 +133,8 @@ class Signals:
     """The received signals that end a broker, in order, and the one that has it read its configuration again.
 
     A stop signal that is ignored stays ignored: shells start background work like that, and so does nohup. One that is
-    blocked is unblocked: the parent left it so by mistake, and nothing could stop the broker.
-
-    Args:
-        reloads: whether SIGHUP reads the configuration again; otherwise it ends the broker.
+    blocked is unblocked: the parent left it so by mistake, and nothing could stop the broker. SIGHUP ends the broker,
+    too, unless it ``reloads`` the configuration.
     """
 
     def __init__(self, *, reloads: bool) -> None:
@@ -158,10 +152,7 @@ class Signals:
 class ServiceStatus:
     """The broker's reports to the service manager, sent from its event loop, so that they stop if the loop hangs.
 
-    Args:
-        notifier: sends to the service manager; None: there is no service manager.
-        broker: the broker to report on.
-        standby: whether to report that the next broker can stand by.
+    ``notifier`` is None without a service manager. ``standby`` says whether the next broker can stand by.
     """
 
     def __init__(self, notifier: AsyncNotifier | None, broker: Broker, *, standby: bool = False) -> None:

@@ -135,13 +135,8 @@ def restore(
 ) -> None:
     """Have ``broker`` take over the sessions and memory that ``ledger`` has, and drop everything else from the store.
 
-    Args:
-        broker: has no sessions yet.
-        ledger: restored from the journal.
-        memory: the allocators of all devices on which the ledger has memory.
-        store: has the descriptors.
-        session_log: removes entries that belong to no session.
-        items: the content of the journal.
+    The broker has no sessions yet. ``memory`` has the allocators of all devices on which the ledger has memory, by
+    UUID, and ``items`` is the content of the journal.
 
     Raises:
         CorruptJournal: the journal cannot be understood. The store keeps everything.

@@ -189,14 +189,8 @@ def stored_as(ticket: int, number: int) -> str:
 class DeviceAllocator(WorkerThread[events.Allocate | events.Free]):
     """The broker's memory on one device, and the thread that allocates, clears, exports and frees it.
 
-    A ``Free`` that is submitted before its ``Allocate`` has finished is executed after it.
-
-    Args:
-        driver: the driver of the device; only the thread uses it.
-        device: the device.
-        queue: receives the outcome of each request.
-        store: keeps descriptors of durable memory beyond this broker's life; None if there is no store.
-        watch: is told of allocated and freed memory.
+    A ``Free`` that is submitted before its ``Allocate`` has finished is executed after it. The queue receives the
+    outcome of each request. ``store`` is None if there is none.
     """
 
     def __init__(
@@ -223,10 +217,7 @@ class DeviceAllocator(WorkerThread[events.Allocate | events.Free]):
     def adopt(self, ticket: int, sizes: Mapping[int, int], descriptors: Mapping[int, Sequence[int]]) -> None:
         """Take over the memory that an earlier broker allocated as ``ticket``; call this before :meth:`submit`.
 
-        Args:
-            ticket: the ticket.
-            sizes: bytes of each allocation, by number.
-            descriptors: the descriptors of the same allocations.
+        ``sizes`` has the bytes of each allocation by number, and ``descriptors`` the descriptors of the same ones.
         """
         self._stored.add(ticket)
         self._pieces[ticket] = {
@@ -356,12 +347,9 @@ WORKS = "every device takes part"
 class MulticastBinder(WorkerThread[events.BindMulticast | events.UnbindMulticast]):
     """The broker's multicast objects, and the thread that makes and releases them.
 
-    An ``UnbindMulticast`` that is submitted before its ``BindMulticast`` has finished is executed after it.
-
-    Args:
-        driver: the driver of the devices; only the thread uses it.
-        memory: the devices' allocators, by UUID; a member's memory stays allocated until its group is unbound.
-        queue: receives the outcome of each request.
+    An ``UnbindMulticast`` that is submitted before its ``BindMulticast`` has finished is executed after it. The queue
+    receives the outcome of each request. ``memory`` has the devices' allocators by UUID; a member's memory stays
+    allocated until its group is unbound.
     """
 
     def __init__(self, driver: Driver, memory: Mapping[str, DeviceAllocator], queue: EventQueue) -> None:

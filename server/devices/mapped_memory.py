@@ -225,10 +225,7 @@ class MappedChecks(WorkerThread[CheckRequest]):
     Processes without a session are checked as well, so that a process hides nothing by closing its session. Those of
     root and of the broker's user are not, since some hold the broker's memory by duty: its keeper, or process 1.
 
-    Args:
-        queue: the broker's.
-        watch: looks at the processes.
-        seconds: from one check to the next; 0 disables checks.
+    ``seconds`` is the time from one check to the next; 0 disables checks.
     """
 
     SOON = 0.2

@@ -373,9 +373,7 @@ class NextRun:
     def start(self, now: float, start: Callable[[int], int]) -> None:
         """Start the process; if that fails, raise ``OSError``, and try again after a pause.
 
-        Args:
-            now: the time.
-            start: starts the command with a socket to the keeper, and returns its pid.
+        ``start`` starts the command with a socket to the keeper, and returns its pid.
         """
         self.due = math.inf
         with contextlib.ExitStack() as undo:

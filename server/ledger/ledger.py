@@ -105,13 +105,9 @@ class LeaseGrant(NamedTuple):
 class Ledger:
     """The record of sessions, pools, versions and leases.
 
-    Args:
-        devices: the devices whose memory the broker lends, with their budgets.
-        uid: the user that the broker runs as, who may change every pool.
-        limits: what one session may have at once.
-        policy: what users may do and have; by default there are no quotas, and every user may attach to everything.
-        store: places that the store has for descriptors of sessions and of durable memory; None: there is no store, no
-            snapshot is written, and nothing can be durable.
+    ``uid`` is the user that the broker runs as, who may change every pool. By default there are no quotas, and every
+    user may attach to everything. ``store`` has the places that the store has for descriptors of sessions and of
+    durable memory; None: there is no store, no snapshot is written, and nothing can be durable.
     """
 
     def __init__(

@@ -215,18 +215,13 @@ class Store:
         notifier: sends to the service manager, which has a store.
         inherited: the stored descriptors, by name; this object owns them until they are taken.
 
-    Attributes:
-        limit: how many descriptors the manager keeps.
-        inherited: whether an earlier broker left a journal.
-        journal: the earlier broker's journal, or a new one. The caller closes it; it stays stored.
-
     Raises:
         CorruptJournal: the journal cannot be read, is missing, or there are two. Everything stays stored.
     """
 
     def __init__(self, notifier: AsyncNotifier, inherited: Mapping[str, Sequence[int]]) -> None:
         assert notifier.manager.limit is not None
-        self.limit = notifier.manager.limit
+        self.limit = notifier.manager.limit  # descriptors that the manager keeps
         self.notifier = notifier
         self._manager = notifier.manager
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -236,7 +231,8 @@ class Store:
             raise CorruptJournal(f"the store has {len(journals)} journals, and it is unknown which one is valid")
         if not journals and (orphans := sorted(filter(_OURS.fullmatch, self._left))):
             raise CorruptJournal(f"the store has no journal, so the owners of {', '.join(orphans[:8])} are unknown")
-        self.inherited = bool(journals)
+        self.inherited = bool(journals)  # whether an earlier broker left a journal
+        #: That journal, or a new one. The caller closes it; it stays stored.
         self.journal = Journal.open(journals[0]) if journals else Journal.create()
 
     def begin(self) -> None:
