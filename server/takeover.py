@@ -21,7 +21,8 @@ from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, stored_as
 from cubroker.server.directory_lock import LISTENERS
 from cubroker.server.ledger import HeldMemory, Ledger
-from cubroker.server.ledger.events import ConnectionLost, LedgerEvent, MemoryLost, ProcessExited, Resumed, SessionOpened
+from cubroker.server.ledger.events import ConnectionLost, LedgerEvent, MemoryLost, ProcessExited, Resumed
+from cubroker.server.ledger.records import Session
 from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit
 from cubroker.server.transport.peer_credentials import Peer
@@ -144,13 +145,13 @@ def restore(
     for finding in ledger.findings:
         log.error("the ledger's record contradicted itself: %s", finding)
     sessions = ledger.sessions()
-    logged, stray = recall(items, [each.session for each in sessions])
+    logged, stray = recall(items, [each.id for each in sessions])
     if stray:
         log.error("dropping %d journal entries of sessions that the ledger does not know", len(stray))
         session_log.forget(stray)
     news: list[LedgerEvent] = []
     for known in sessions:
-        news += _adopt_session(broker, ledger, known, logged[known.session], store)
+        news += _adopt_session(broker, known, logged[known.id], store)
     lost: dict[str, str] = {}
     for held in ledger.held_memory():
         if why := _lost(held, memory[held.device], broker, store):
@@ -163,25 +164,21 @@ def restore(
     store.sweep()
 
 
-def _adopt_session(
-    broker: Broker, ledger: Ledger, known: SessionOpened, logged: LoggedSession, store: Store
-) -> Iterator[LedgerEvent]:
+def _adopt_session(broker: Broker, known: Session, logged: LoggedSession, store: Store) -> Iterator[LedgerEvent]:
     """Take a session over, and yield what happened to it while no broker ran."""
-    connection, pidfd = _ends(store.take(label(known.session)))
+    connection, pidfd = _ends(store.take(label(known.id)))
     if logged.no_secret:
-        log.error("session %d (pid %d) is detached: the journal has no secret of it", known.session, known.pid)
+        log.error("session %d (pid %d) is detached: the journal has no secret of it", known.id, known.pid)
         if connection is not None:
             with connection, suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)  # closing does not end it: the store has a duplicate
         connection = None
     peer = Peer(known.pid, known.uid, known.gid, pidfd, known.groups, known.verified)
-    broker.sessions.adopt(known.session, connection, peer, logged)
-    holder = ledger.holder(known.session)
-    assert holder
+    broker.sessions.adopt(known.id, connection, peer, logged)
     if pidfd < 0:
-        yield ProcessExited(known.session)
-    elif connection is None and (holder.connected or not holder.leases):  # without either, it should have ended
-        yield ConnectionLost(known.session)
+        yield ProcessExited(known.id)
+    elif connection is None and (known.connected or not known.leases):  # without either, it should have ended
+        yield ConnectionLost(known.id)
 
 
 def _ends(descriptors: Sequence[int]) -> tuple[socket.socket | None, int]:

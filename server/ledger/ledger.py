@@ -51,27 +51,16 @@ from cubroker.server.ledger import (
     snapshot,
     status,
 )
-from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond, SendFds, SessionOpened
+from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond, SendFds
 from cubroker.server.ledger.policy import Limits, Policy, Quota
 from cubroker.server.ledger.records import Budget, Session, User
 from cubroker.server.ledger.snapshot import Audit, ChangeRecorder
 from cubroker.server.ledger.states import Impossible, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
 
-__all__ = ["Audit", "Budget", "HeldMemory", "Holder", "Impossible", "LeaseGrant", "Ledger", "Limits"]
+__all__ = ["Audit", "Budget", "HeldMemory", "Impossible", "LeaseGrant", "Ledger", "Limits"]
 
 MAX_NAMED = 20  #: The most leases that a text names.
-
-
-class Holder(NamedTuple):
-    """The process that has a session, the number of its leases, and whether it is connected."""
-
-    session: int
-    pid: int
-    uid: int
-    leases: int
-    connected: bool
-    label: str
 
 
 class HeldMemory(NamedTuple):
@@ -162,13 +151,9 @@ class Ledger:
         """The highest number that a session had."""
         return self._tables.last_session
 
-    def sessions(self) -> tuple[SessionOpened, ...]:
-        """Return the event that opened each session; some sessions may have lost their connection since."""
-        known = self._tables.sessions.values()
-        return tuple(
-            SessionOpened(each.id, each.pid, each.uid, each.gid, each.groups, each.verified, each.process)
-            for each in known
-        )
+    def sessions(self) -> tuple[Session, ...]:
+        """Return all sessions, which callers only read."""
+        return tuple(self._tables.sessions.values())
 
     def held_memory(self) -> tuple[HeldMemory, ...]:
         """Return all memory that versions have."""
@@ -261,12 +246,9 @@ class Ledger:
         """Assert the invariants; costs time in proportion to the ledger."""
         invariants.check(self._tables)
 
-    def holder(self, session: int) -> Holder | None:
-        """Return who has a session; None if there is no such session."""
-        found = self._tables.sessions.get(session)
-        if found is None:
-            return None
-        return Holder(found.id, found.pid, found.uid, len(found.leases), found.connected, found.label)
+    def holder(self, session: int) -> Session | None:
+        """Return a session, which callers only read; None if there is no such session."""
+        return self._tables.sessions.get(session)
 
     def leased_pool(self, session: int, lease: int) -> str:
         """Return the name of the pool that a lease is on; empty if the session has no such lease."""

@@ -18,7 +18,7 @@ from msgspec import Struct
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Denied
 from cubroker.server.ledger import Ledger, events
-from cubroker.server.ledger.ledger import Holder
+from cubroker.server.ledger.records import Session
 from cubroker.server.transport.peer_credentials import RateLimiter
 
 log = logging.getLogger(__name__)
@@ -217,12 +217,12 @@ class LedgerObserver:
         elif isinstance(event, events.ConnectionLost):
             if (who := self._ledger.holder(event.session)) is not None and who.leases:
                 why = "the connection has ended"
-                self._log(logging.INFO, who, f"{why}; {_count(who.leases)} until the process does", why=why)
+                self._log(logging.INFO, who, f"{why}; {_count(len(who.leases))} until the process does", why=why)
             self._pending.pop(event.session, None)  # its pending requests are not answered any more
         elif isinstance(event, events.ProcessExited) and (who := self._ledger.holder(event.session)) is not None:
             why = "the process has ended"
             if who.leases:
-                self._log(logging.INFO, who, f"{why}, and with it {_count(who.leases)}", why=why)
+                self._log(logging.INFO, who, f"{why}, and with it {_count(len(who.leases))}", why=why)
             else:
                 self._log(logging.DEBUG, who, why, why=why)
 
@@ -269,7 +269,7 @@ class LedgerObserver:
                 fields["pool"] = request.pool
             self._log(level, self._ledger.holder(session), text, request=number, **fields)
 
-    def _log(self, level: int, who: Holder | None, text: str, **fields: object) -> None:
+    def _log(self, level: int, who: Session | None, text: str, **fields: object) -> None:
         """Log what a session did, unless its user has had too many lines at ``info`` or the session is gone."""
         if who is None or not log.isEnabledFor(level):
             return
@@ -277,5 +277,5 @@ class LedgerObserver:
         if suppressed is None:
             return
         more = f" ({suppressed} more lines about this user are not in the log)" if suppressed else ""
-        known = {"session": who.session, "pid": who.pid, "uid": who.uid, **fields}
+        known = {"session": who.id, "pid": who.pid, "uid": who.uid, **fields}
         log.log(level, "%s: %s%s", who.label, text, more, extra=known)

@@ -76,8 +76,7 @@ class Pair:
         ]
         found = [(held.ticket, held.device, held.sizes, held.durable) for held in self.ledger.held_memory()]
         assert sorted(found, key=repr) == sorted(held, key=repr)
-        holders = [self.ledger.holder(session.session) for session in self.ledger.sessions()]
-        joined = {holder.session: not holder.connected for holder in holders if holder is not None}
+        joined = {session.id: not session.connected for session in self.ledger.sessions()}
         assert joined == {session.id: not session.connected for session in self.model.sessions}
         for pending in (self.under_way, self.to_free, self.to_bind, self.to_unbind):
             pending.clear()

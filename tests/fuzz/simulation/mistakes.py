@@ -141,9 +141,8 @@ def _restart(game: Play, survivor: Survivor, whole: set[str]) -> None:
     ledger = Ledger.restore(model.devices, model.uid, *rules, survivor.kept.items(), model.store)
     ledger.check()
     for joined in ledger.sessions():
-        holder = ledger.holder(joined.session)
-        if holder is not None and not holder.connected:
-            ledger.handle(e.ConnectionLost(joined.session))
+        if not joined.connected:
+            ledger.handle(e.ConnectionLost(joined.id))
     ledger.handle(e.Resumed())
     ledger.check()
     after, named = _states(ledger.snapshot()), " ".join(ledger.findings)
@@ -169,9 +168,7 @@ def _states(items: Mapping[bytes, bytes]) -> dict[tuple[str, int], VersionState]
 
 def _finish(ledger: Ledger) -> None:
     """End every session and report every free; then nothing is left."""
-    todo: list[e.LedgerEvent] = [
-        e.ProcessExited(each.session) for each in ledger.sessions() if each.session != OBSERVER
-    ]
+    todo: list[e.LedgerEvent] = [e.ProcessExited(each.id) for each in ledger.sessions() if each.id != OBSERVER]
     todo += [e.RequestReceived(OBSERVER, 1 << 20, m.Retire(*version)) for version in _states(ledger.snapshot())]
     while todo:
         for effect in ledger.handle(todo.pop(0)):

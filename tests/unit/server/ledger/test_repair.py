@@ -214,7 +214,7 @@ def gone_on(ledger: Ledger, items: Items) -> None:
     later = restored(kept)
     assert not later.findings
     assert states(later) == states(ledger)
-    todo: list[e.LedgerEvent] = [e.ProcessExited(session.session) for session in ledger.sessions()]
+    todo: list[e.LedgerEvent] = [e.ProcessExited(session.id) for session in ledger.sessions()]
     todo += [e.SessionOpened(99, 1, BROKER, BROKER, verified=True)]
     todo += [e.RequestReceived(99, 1, m.Retire(pool.name, pool.version)) for pool in ledger.view(everything=True).pools]
     for each in todo:

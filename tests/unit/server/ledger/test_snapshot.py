@@ -133,12 +133,14 @@ def test_a_restored_ledger_knows_all_that_there_was_and_goes_on() -> None:
     story.ledger = restored(items)
     assert story.ledger.snapshot() == items
     assert story.ledger.last_session == 3
-    assert [(known.session, not story.ledger.holder(known.session).connected) for known in story.ledger.sessions()] == [
+    assert [(known.id, not known.connected) for known in story.ledger.sessions()] == [
         (1, False),
         (2, False),
         (3, True),
     ]
-    assert story.ledger.sessions()[2] == e.SessionOpened(3, 103, BOB, 100, frozenset((5, 7)), verified=True)
+    third = story.ledger.sessions()[2]
+    assert (third.id, third.pid, third.uid, third.gid, third.groups) == (3, 103, BOB, 100, frozenset((5, 7)))
+    assert third.verified
     story >> e.Resumed() << e.BindMulticast(9, (2 * MIB,), (("GPU-0", 1), ("GPU-1", 2))) << changed(1, "a/b", 0)
     story.quietly(with_multicast(9))
     assert seen(story) == before
@@ -678,7 +680,7 @@ def test_whatever_is_missing_the_rest_goes_on() -> None:
     for missing in items.keys() - {b"l/format", b"l/counters"}:
         ledger = restored({key: value for key, value in items.items() if key != missing})
         for joined in ledger.sessions():
-            if not ledger.holder(joined.session).connected:
-                ledger.handle(e.ConnectionLost(joined.session))
+            if not joined.connected:
+                ledger.handle(e.ConnectionLost(joined.id))
         ledger.handle(e.Resumed())
         ledger.check()

@@ -294,7 +294,7 @@ def test_a_session_that_the_store_does_not_take_in_time_is_turned_away_and_the_o
                     assert newcomer.recv(1) == b""
                 assert isinstance(stage.ask(welcome).body, Clients)
             assert stage.stored() == {"ledger": 1, "s1": 2}
-            assert [each.session for each in stage.ledger.sessions()] == [1]
+            assert [each.id for each in stage.ledger.sessions()] == [1]
             assert not any(b"2" in key for key in fdstore.journal())
 
     run(test())
