@@ -241,26 +241,17 @@ def program(machine: str, pid: int) -> Iterable[Instruction]:
             yield Instruction(EQUAL, 0, 1, number)
             yield Instruction(RETURN, 0, 0, ALLOW)
     for call in (MMAP, MPROTECT):
-        yield from _unless(call[column], 2, ANY_BIT, mmap.PROT_EXEC)
+        yield from _judge(call[column], 2, ANY_BIT, mmap.PROT_EXEC, REFUSE, ALLOW)
     # Commands above F_SETFL include F_SETOWN and F_SETSIG, by which the kernel signals any process of this user.
-    yield from _unless(FCNTL[column], 1, GREATER, F_SETFL)
-    yield from _only(TGKILL[column], 0, pid)  # abort()
-    yield from _only(PRCTL[column], 0, PR_SET_NAME)
-    yield from _only(SCHED_SETSCHEDULER[column], 1, os.SCHED_OTHER)
+    yield from _judge(FCNTL[column], 1, GREATER, F_SETFL, REFUSE, ALLOW)
+    yield from _judge(TGKILL[column], 0, EQUAL, pid, ALLOW, REFUSE)  # abort()
+    yield from _judge(PRCTL[column], 0, EQUAL, PR_SET_NAME, ALLOW, REFUSE)
+    yield from _judge(SCHED_SETSCHEDULER[column], 1, EQUAL, os.SCHED_OTHER, ALLOW, REFUSE)
     yield Instruction(RETURN, 0, 0, REFUSE)
 
 
-def _only(call: int, argument: int, value: int) -> Iterable[Instruction]:
-    """Allow a call if one of its arguments has a value, and refuse it otherwise."""
-    return _judge(call, argument, EQUAL, value, ALLOW, REFUSE)
-
-
-def _unless(call: int, argument: int, condition: int, operand: int) -> Iterable[Instruction]:
-    """Refuse a call if one of its arguments fulfils a condition, and allow it otherwise."""
-    return _judge(call, argument, condition, operand, REFUSE, ALLOW)
-
-
 def _judge(call: int, argument: int, condition: int, operand: int, then: int, otherwise: int) -> Iterable[Instruction]:
+    """Answer a call ``then`` if one of its arguments fulfils a condition, and ``otherwise`` if not."""
     yield Instruction(EQUAL, 0, 4, call)
     yield Instruction(LOAD, 0, 0, 16 + 8 * argument)  # the lower half: these arguments are ints
     yield Instruction(condition, 0, 1, operand)

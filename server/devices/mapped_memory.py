@@ -127,13 +127,6 @@ def _open(place: Path) -> Iterator[FileId]:
             continue
 
 
-class FilePart(NamedTuple):
-    """The allocation whose memory a file is."""
-
-    allocation: AllocationId
-    nbytes: int
-
-
 class FileWatch(MemoryWatch):
     """The files of the broker's memory on emulated devices, freed memory included, and the processes that use them."""
 
@@ -142,7 +135,8 @@ class FileWatch(MemoryWatch):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parts: dict[FileId, FilePart] = {}
+        #: The allocation whose memory a file is, and its bytes.
+        self._parts: dict[FileId, tuple[AllocationId, int]] = {}
         self._files: dict[AllocationId, FileId] = {}
         #: Freed, and not found in use by the last look.
         self._freed: dict[FileId, None] = {}
@@ -153,7 +147,7 @@ class FileWatch(MemoryWatch):
         """Note allocations and their bytes by file."""
         with self._lock:
             self._files.update({allocation: file for file, (allocation, _) in files.items()})
-            self._parts.update({file: FilePart(*part) for file, part in files.items()})
+            self._parts.update(files)
 
     def freed(self, allocations: Collection[AllocationId]) -> None:
         """Note that the broker frees memory."""
@@ -184,7 +178,7 @@ class FileWatch(MemoryWatch):
             if files is not None:
                 everything |= files
                 if client or user(pid) == uid:  # a client's pidfd proves that it is still the same process
-                    looked.append(ProcessMemory(pid, uid, _by_allocation(files, known)))
+                    looked.append(ProcessMemory(pid, uid, dict(known[file] for file in files)))
             elif client:
                 looked.append(ProcessMemory(pid, uid, None))
         with self._lock:
@@ -192,10 +186,6 @@ class FileWatch(MemoryWatch):
             self._kept = {file: None for file in freed if file in everything}
             self._freed = {file: None for file in freed if file not in everything}
         return looked
-
-
-def _by_allocation(files: Iterable[FileId], known: Mapping[FileId, FilePart]) -> dict[AllocationId, int]:
-    return {known[file].allocation: known[file].nbytes for file in files}
 
 
 class SessionProcess(NamedTuple):

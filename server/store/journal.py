@@ -26,6 +26,7 @@ from zlib import crc32
 
 from cubroker.driver import system_calls
 from cubroker.protocol.errors import CorruptJournal
+from cubroker.protocol.layout import round_up
 
 MAGIC = b"cubroker"
 FORMAT = 1
@@ -117,7 +118,7 @@ class Journal:
         journal = cls(descriptor, newest_slot(descriptor))
         journal._load()
         journal._give_back(AREA, journal._slot.start)
-        journal._give_back(_page(journal._slot.end), os.fstat(descriptor).st_size)
+        journal._give_back(round_up(journal._slot.end, mmap.PAGESIZE), os.fstat(descriptor).st_size)
         return journal
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
@@ -184,7 +185,7 @@ class Journal:
     def _compact(self) -> None:
         """Write the content to another place, before the old one if it fits there, and release the old one."""
         old, most = self._slot, self._index.nbytes + HEAD * (self._index.nbytes // CHUNK + 1)
-        start = at = AREA if AREA + most <= old.start else _page(old.end)
+        start = at = AREA if AREA + most <= old.start else round_up(old.end, mmap.PAGESIZE)
         index = JournalIndex()
         for chunk in self._chunks():
             end = self._append(at, chunk)
@@ -260,11 +261,6 @@ def _changes(entries: bytes) -> Iterator[Change]:
 
 def _checksum(data: bytes, before: bytes = b"") -> bytes:
     return _SUM.pack(crc32(data, crc32(before)))
-
-
-def _page(at: int) -> int:
-    """Return an offset, rounded up to the start of a page."""
-    return -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _write(descriptor: int, at: int, data: bytes) -> None:
