@@ -104,7 +104,7 @@ class Broker:
         self._recovery = Recovery(ledger)
         self._drained = asyncio.Event()
         self._closed = False
-        queue.attach(self)
+        queue.attach(self.step)
 
     # -- the line ----------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from cubroker.server.ledger.events import LedgerEvent, ProcessMemory
 from cubroker.server.store.fdstore import StoreReplied
@@ -91,13 +91,6 @@ Event = (
 )
 
 
-class Consumer(Protocol):
-    """The consumer of the events: the broker."""
-
-    def step(self, event: Event) -> None:
-        """Handle one event completely before returning."""
-
-
 class EventQueue:
     """The events of one event loop, in the order in which they were put.
 
@@ -108,23 +101,23 @@ class EventQueue:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Event] = deque()
-        self._consumer: Consumer | None = None
+        self._step: Callable[[Event], None] | None = None
         self._stepping = False
 
-    def attach(self, consumer: Consumer) -> None:
-        """Pass all events to ``consumer`` from now on, first those that wait."""
-        self._consumer = consumer
+    def attach(self, step: Callable[[Event], None]) -> None:
+        """Pass all events to ``step`` from now on, first those that wait; it handles one completely, then returns."""
+        self._step = step
         self.put()
 
     def put(self, *events: Event) -> None:
         """Add events. Only the event loop's thread may call this."""
         self._waiting.extend(events)
-        if self._stepping or self._consumer is None:
+        if self._stepping or self._step is None:
             return
         self._stepping = True
         try:
             while self._waiting:
-                self._consumer.step(self._waiting.popleft())
+                self._step(self._waiting.popleft())
         finally:
             self._stepping = False
             if self._waiting:  # a step raised; the events that wait must still be handled

@@ -57,7 +57,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.queue = EventQueue()
-        self.queue.attach(self)
+        self.queue.attach(self.step)
 
     def step(self, event: Event) -> None:
         """Note an event."""

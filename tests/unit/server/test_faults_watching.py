@@ -74,7 +74,7 @@ class Hall:
         self.listener.listen()
         self.admitted: list[socket.socket] = []
         queue = EventQueue()
-        queue.attach(self)
+        queue.attach(self.step)
         self.door = Listener(self.listener, queue)
 
     def step(self, event: Event) -> None:

@@ -228,7 +228,7 @@ class Scene:
         self.clients = [SessionProcess(OURS, ALICE, os.pidfd_open(OURS))]
         self.queue = EventQueue()
         self.checks = MappedChecks(self.queue, self.watch, seconds)
-        self.queue.attach(self)
+        self.queue.attach(self.step)
 
     def step(self, event: QueuedEvent) -> None:
         match event:

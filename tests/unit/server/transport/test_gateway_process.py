@@ -65,7 +65,7 @@ class Consumer:
         self.restarts = 0
         self.queue = EventQueue()
         self._receive = receive
-        self.queue.attach(self)
+        self.queue.attach(self.step)
 
     def step(self, event: Event) -> None:
         match event:

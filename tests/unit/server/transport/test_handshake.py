@@ -105,7 +105,7 @@ async def opened(
             answer_ping(event, obstacle)
 
     queue = EventQueue()
-    queue.attach(Pongs())
+    queue.attach(Pongs().step)
     door = Listener(listener, queue, patience)
     door.open()
     try:

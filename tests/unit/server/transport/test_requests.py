@@ -158,7 +158,7 @@ class Desk:
         self.answer: Reply | None = None  # what the ledger says to everything, if that is at once
         self.requests = IncomingRequests(self.queue, asyncio.get_running_loop(), log)
         self.requests.enter(self.session)
-        self.queue.attach(self)
+        self.queue.attach(self.step)
 
     def step(self, event: Event) -> None:
         """Take a batch or a turn, as the broker does."""
