@@ -19,9 +19,7 @@ Segment = tuple[int, int, int]
 the bytes at each."""
 
 ENTRIES = 170  #: Segments of a launch at most: arguments have 4,096 bytes in all on GPUs and drivers of any age.
-
-CHUNK = 32 << 10
-"""Bytes of a block of threads. Of a copy each thread has eight loads of 16 bytes on their way at once."""
+CHUNK = 32 << 10  #: Bytes of a block of threads; of a copy each thread has eight loads of 16 bytes on their way.
 
 THREADS = 256
 

@@ -22,8 +22,7 @@ def round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-HANDLE_BYTES = 64
-"""Bytes of a handle: a legacy one, of memory or of an event (``CU_IPC_HANDLE_SIZE``), or a fabric handle."""
+HANDLE_BYTES = 64  #: Bytes of a handle: legacy, of memory or an event (``CU_IPC_HANDLE_SIZE``), or fabric.
 
 
 def handle_bytes(handle: Any) -> bytes:

@@ -45,10 +45,7 @@ from cubroker.protocol.layout import MAX_ALLOCATIONS
 from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, SharingInfo, WaiterInfo
 
 VERSIONS = (1, 2, 3, 4, 5)  #: Protocol versions that this build speaks, oldest first.
-
-CHOOSES = 2
-"""The first version in which the broker chooses what a :class:`Create` leaves open: share kind and durability."""
-
+CHOOSES = 2  #: The first version in which the broker chooses what a :class:`Create` leaves open: share, durability.
 OWNED = 3  #: The first version in which :class:`Attach` and :class:`Where` name acceptable owners.
 FINDS = 4  #: The first version that has :class:`Find`.
 

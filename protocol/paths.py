@@ -18,10 +18,7 @@ LOCK = "lock"
 
 SYSTEM = Path("/run/cubroker")  #: The directory of the host's broker: root's own, and that of the service.
 SERVICE = "cubroker"  #: The account that the service runs as.
-
-NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"
-"""How a user names the directory of a broker."""
-
+NAMED = "--directory, $CUBROKER_DIR or, in Python, the argument `directory`"  #: How a user names a broker's directory.
 MAX_PATH = 107  #: Bytes of a Unix socket's path without the closing zero (sun_path, unix(7)).
 MAX_LINKS = 40  #: Symbolic links that the kernel follows on one path (path_resolution(7)).
 

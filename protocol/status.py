@@ -11,8 +11,7 @@ from msgspec import Meta, Struct
 
 from cubroker.protocol.fields import MAX_DEVICES, MAX_ITEMS, Time
 
-HIDDEN_ID = 0xFFFF_FFFF
-"""A uid and a gid that no process can have: it stands for a user whom the receiver may not know."""
+HIDDEN_ID = 0xFFFF_FFFF  #: A uid and a gid that no process can have: stands for a user whom the receiver may not know.
 
 
 class PoolInfo(Struct, frozen=True):
@@ -126,8 +125,7 @@ class DeviceInfo(Struct, frozen=True):
     promised: int
 
 
-MAX_SHARERS = 16
-"""Versions that one :class:`SharedBytes` names, and such sets of one block at most: users can make any number."""
+MAX_SHARERS = 16  #: Versions that one :class:`SharedBytes` names, and such sets of one block: users make any number.
 
 
 class SharedBytes(Struct, frozen=True):

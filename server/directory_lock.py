@@ -23,9 +23,7 @@ from cubroker.protocol.paths import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check,
 from cubroker.server.transport.peer_credentials import overflow_id
 from cubroker.server.transport.unix_sockets import Access, BoundSocket, probe, set_access
 
-SO_PASSRIGHTS = 83
-"""Linux 6.16: whether a Unix socket receives descriptors (asm-generic/socket.h; Python does not name it)."""
-
+SO_PASSRIGHTS = 83  #: Linux 6.16: whether a Unix socket receives descriptors (asm-generic/socket.h; not in Python).
 BACKLOG = 512  #: Connections that may wait to be accepted.
 
 LISTENERS = DOOR, REQUESTS = ("door", "requests")

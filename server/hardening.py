@@ -97,8 +97,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 # -- the gateway's confinement -------------------------------------------------------------------------
 
-MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machines with a filter, and the kernel's numbers for them (linux/audit.h)."""
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  #: Machines with a filter, and their numbers (linux/audit.h).
 
 CALLS: Mapping[str, tuple[int | None, int | None]] = {
     # messages

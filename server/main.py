@@ -45,9 +45,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 """The signals that tell a broker to end, together with its store if there is one. SIGHUP does the same if there is no
 configuration file to read again."""
 
-HANDING_OVER = signal.SIGUSR1
-"""The signal that tells a broker to end, and to leave the content of the store to the next broker."""
-
+HANDING_OVER = signal.SIGUSR1  #: The signal that tells a broker to end, and to leave the store to the next broker.
 LAST_SECONDS = 60.0  #: Seconds that the end of a broker may take once it has waited for its leases.
 STATUS_PERIOD = 10.0  #: Seconds within which a changed status is sent; the interval of a watchdog may be shorter.
 OURS = (JOURNAL, DOOR, REQUESTS)  #: What every broker stores.

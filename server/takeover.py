@@ -31,8 +31,7 @@ from cubroker.server.transport.session_journal import LoggedSession, SessionLog,
 
 log = logging.getLogger(__name__)
 
-OWN = "own-"
-"""The prefix of the names of stored sockets that a broker made; the broker does not change those of socket units."""
+OWN = "own-"  #: The prefix of names of stored sockets that a broker made; it does not change those of socket units.
 
 UNSTORED = "it was not durable, so its memory ended with the broker"
 MISSING = "descriptors of its memory are missing from the store"

@@ -19,9 +19,7 @@ from cubroker.driver.host import shared_memory
 from cubroker.driver.host.handle_server import SharedFds, join_stopped, stopped
 from cubroker.driver.host.shared_memory import AddressMap, Block, Heap, OpenedRegion
 
-PEERS = "CUBROKER_HOST_PEERS"
-"""For tests: the environment variable with the number of peers that a device can have; unset, any number."""
-
+PEERS = "CUBROKER_HOST_PEERS"  #: For tests: the variable with the most peers that a device can have; unset: any number.
 VERSION = 13000  #: The CUDA version whose behaviour is imitated: 13.0.
 
 Result = cuda.CUresult
@@ -40,8 +38,7 @@ _SUPPORTED = frozenset(
 )
 """The attributes that are 1 on every host device. Multicast depends on the island; all others are 0."""
 
-_FIRST_NUMBER = 1 << 20
-"""The first number of a context, stream or handle that a call makes; those of primary contexts are less."""
+_FIRST_NUMBER = 1 << 20  #: The first number of what calls make; those of primary contexts are less.
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_bytes()
 """The kernel's id of this boot, which makes UUIDs of host devices differ from those of other boots."""

@@ -43,9 +43,7 @@ from cubroker.driver.host.virtual_memory import (
     check_blocks,
 )
 
-OPTIONS = "CUBROKER_HOST_MULTICAST"
-"""For tests: the environment variable with options, ``slots=2,cuMulticastBindMem=401``."""
-
+OPTIONS = "CUBROKER_HOST_MULTICAST"  #: For tests: the variable with options, ``slots=2,cuMulticastBindMem=401``.
 RECOMMENDED = 4 * BLOCK  #: Bytes: the recommended granularity; the minimum is one block.
 JUNK = b"\xdb"  #: The bytes that ordinary loads get.
 NAME = "cubroker-multicast"  #: The name of a table's memory, which tells it from a device's.

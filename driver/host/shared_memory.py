@@ -25,9 +25,7 @@ from pathlib import Path
 from cubroker.driver import system_calls
 from cubroker.driver.buffers import round_up
 
-BLOCK = 2 << 20
-"""Bytes: the granularity of device memory; larger allocations are multiples of it, small ones share one."""
-
+BLOCK = 2 << 20  #: Bytes: the granularity of device memory; larger allocations are multiples, small ones share one.
 SMALL = 1 << 20  #: Bytes: allocations up to this size share blocks.
 ALIGNMENT = 512  #: Bytes: the alignment of allocations within a block.
 

@@ -28,8 +28,7 @@ from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answe
 from cubroker.driver.host.handle_server import SharedFd
 from cubroker.driver.host.shared_memory import BLOCK, Heap, Region
 
-CHANNEL = "CUBROKER_HOST_CHANNEL"
-"""For tests: the environment variable with this process's channel; unset, there is none."""
+CHANNEL = "CUBROKER_HOST_CHANNEL"  #: For tests: the environment variable with this process's channel; unset: none.
 
 READ = 1
 WRITE = 2
@@ -39,8 +38,7 @@ _NAME = "cubroker-device-{}"  #: The name of a device's memory, by which an impo
 
 _NAMES = re.compile(_NAME.format(r"(\d{1,4})"))
 
-_OWNERS = 0o600
-"""The mode of memory that is lent for reading. A memfd begins with 0o777, and so do those of earlier brokers."""
+_OWNERS = 0o600  #: The mode of memory that is lent for reading; a memfd begins with 0o777, also of earlier brokers.
 
 _DESCRIPTOR = int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
 _FABRIC = int(cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC)

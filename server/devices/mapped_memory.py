@@ -330,8 +330,7 @@ def _living(sessions: Iterable[SessionProcess]) -> set[tuple[int, int]]:
 
 # -- GPUs ----------------------------------------------------------------------------------------------
 
-MAX_KEEPERS, MAX_PIECES = 4096, 4096
-"""Processes, and pieces of each, that are remembered. Past it the oldest are forgotten."""
+MAX_KEEPERS, MAX_PIECES = 4096, 4096  #: Processes, and pieces of each, that are remembered: the latest.
 
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _NOT_AVAILABLE = (1 << 64) - 1

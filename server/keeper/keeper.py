@@ -44,9 +44,7 @@ from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import LONGEST_NAME, Datagram, Malformed, close_all
 
 AT_ONCE = 512  #: Messages that are handled before signals and the watchdog are handled again.
-
-LEFT_BEHIND = 65536
-"""Messages that are read once the child has ended: more than any queue holds, and an end to a flood."""
+LEFT_BEHIND = 65536  #: Messages that are read once the child has ended: more than a queue holds, and an end to a flood.
 
 LONGEST_WAIT = 3600.0
 ANSWER = 3.0  #: Seconds within which a process that stood by must answer that it takes over.
@@ -402,11 +400,8 @@ MOST_DESCRIPTORS = MOST_BYTES // (LONGEST_NAME + 1)
 """Descriptors whose names, however long, fit in the environment of the next run: a broker relies on the number."""
 
 SPARE = 1024  #: Files that the child may have open in addition to those that it stored and inherited.
-
 F_DUPFD_QUERY = 1027  #: Linux 6.10 (linux/fcntl.h; Python does not name it).
-
-KCMP = {"x86_64": 312, "aarch64": 272}
-"""The number of the system call kcmp(2), by machine; the C library has no function for it."""
+KCMP = {"x86_64": 312, "aarch64": 272}  #: The number of kcmp(2), by machine; the C library has no function for it.
 
 _KCMP_FILE = 0
 

@@ -27,8 +27,7 @@ WRITERS = 6  #: The first format that records which lease writes a draft.
 GROWN = (Kind.SESSION, Kind.STATE, Kind.LEASE)
 """Entries that got fields in later formats; those of an earlier format are written again with the next changes."""
 
-READABLE = (1, 2, 3, 4, 5, FORMAT)
-"""The formats that can be read; any other is refused. Entries are always written in the newest format."""
+READABLE = (1, 2, 3, 4, 5, FORMAT)  #: The formats that can be read. Entries are always written in the newest.
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]

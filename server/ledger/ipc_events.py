@@ -16,8 +16,7 @@ from cubroker.server.ledger.records import EventWaiter, IpcEvent, Lease, Session
 from cubroker.server.ledger.states import VersionState
 from cubroker.server.ledger.tables import Kind, Tables
 
-MAX_ENDED_REASONS = 64
-"""Ended events of a version of which the reason is remembered, for requests that arrive too late."""
+MAX_ENDED_REASONS = 64  #: Ended events of a version whose reason is remembered, for requests that arrive too late.
 
 
 def close(tables: Tables, session: Session, body: messages.Close) -> messages.Done:

@@ -44,8 +44,7 @@ FABRIC = "fabric handle"
 PUBLISHED = (VersionState.CURRENT, VersionState.SUPERSEDED)
 """The states of versions that can be attached to; so can a draft, by a request with its number and ``unsealed``."""
 
-OUT_OF_SERVICE = (VersionState.SUPERSEDED, VersionState.RETIRED, VersionState.LOST)
-"""The states of versions that end with their last lease."""
+OUT_OF_SERVICE = (VersionState.SUPERSEDED, VersionState.RETIRED, VersionState.LOST)  #: They end with their last lease.
 
 # -- asking for a lease ----------------------------------------------------------------------------------
 

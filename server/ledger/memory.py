@@ -49,11 +49,8 @@ from cubroker.server.ledger.states import (
 )
 from cubroker.server.ledger.tables import Kind, Tables
 
-GRANULARITY = 2 << 20
-"""Bytes. Smaller pieces of device memory share a block, and opening one would expose its neighbours."""
-
-COPIES = "copies"
-"""The word for how replicas are written without multicast objects; with objects, it is that of the share kind."""
+GRANULARITY = 2 << 20  #: Bytes. Smaller pieces of device memory share a block: opening one would expose others.
+COPIES = "copies"  #: How replicas are written without multicast objects; with them, it is the word of the share kind.
 
 
 def rounded(nbytes: int) -> int:

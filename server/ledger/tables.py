@@ -47,8 +47,7 @@ class Kind(StrEnum):
     LOCK = "lock"
 
 
-DirtyKey = tuple[Kind, int, str]
-"""A snapshot entry that has to be written: its kind, number and name; 0 and empty if it has none."""
+DirtyKey = tuple[Kind, int, str]  #: A snapshot entry to be written: kind, number and name; 0 and empty if it has none.
 
 
 class Counter:
