@@ -161,7 +161,8 @@ class Draft(Pool):
         try:
             if not self._scratch:
                 yield from self._session.confirm(lease.protect(readonly=True), f"write access to {self._label}")
-            body = SealInPlace(lease.number, compute() if compute else None)
+            with self.allocation_views[0].hold():  # another thread may close the draft meanwhile
+                body = SealInPlace(lease.number, compute() if compute else None)
             asked = True
             version = (yield from self._session.ask(body, Sealed)).version
         except BaseException as error:

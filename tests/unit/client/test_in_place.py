@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ import pytest
 from numpy.typing import NDArray
 
 from cubroker import aio
-from cubroker.client import Broker, Draft, Pool
+from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.protocol import Layout, TensorSpec
 from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, NotFound, Unsupported
 from cubroker.protocol.messages import SealInPlace
-from tests.brokers import BrokerProcess, eventually, started
+from tests.brokers import PATIENCE, BrokerProcess, eventually, started
 from tests.unit.client.conftest import LAYOUT, begun, leases, session_of
 from tests.unit.client.scripts import start
 from tests.unit.client.test_faults import regions
@@ -336,6 +336,23 @@ def test_bytes_that_change_after_a_seal_with_a_digest_are_found(client: Broker, 
         with pytest.raises(Corrupted, match="'weight'"):
             draft.check()
         del array
+
+
+def test_memory_stays_mapped_for_its_digest_when_the_draft_is_closed_meanwhile(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = digests.compute
+
+    def closing_first(*args: Any, **options: Any) -> dict[Any, bytes]:
+        begun(draft.close).result(PATIENCE)
+        return compute(*args, **options)
+
+    monkeypatch.setattr(digests, "compute", closing_first)
+    draft = client.create(name, LAYOUT)
+    with suppress(NotFound):  # if the close was faster; but no DeviceFailure, which would end the context on a GPU
+        draft.seal(in_place=True, digest=True)
+    assert draft.closed
+    eventually(lambda: not any(info.leases for info in client.pools()), "the lease to end")
 
 
 def test_a_lease_that_stayed_ends_with_its_process(lender: BrokerProcess, client: Broker, name: str) -> None:
