@@ -206,7 +206,7 @@ class Demo:
         self._tell(f"its readers keep it: {format.count(retirement.leases, 'lease')} to go")
         *readers, _ = self.workers
         for worker in readers:
-            worker.ask("detach")
+            worker.leave()
         self._until(lambda: self._device.allocated < before, f"the memory of {_version(first)} to return")
         after, gain = self._device.allocated, self._free() - free
         self._tell(f"the last reader let go: {format.size(before)} allocated, now {format.size(after)}")
@@ -480,12 +480,6 @@ class Worker:
                 if self._pool[entry.name].tobytes() != data:
                     wrong.append(entry.name)
         return {"tensors": len(checkpoint.entries), "wrong": wrong}
-
-    def detach(self) -> dict[str, object]:
-        """Close the pool: unmap it, then give the lease back."""
-        if self._pool is not None:
-            self._pool.close()
-        return {}
 
 
 @contextmanager

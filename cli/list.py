@@ -168,15 +168,7 @@ def _held_by(info: PoolInfo, holders: Sequence[ClientInfo], now: float) -> Itera
 def _describe_layout(layout: Layout, places: Sequence[str]) -> dict[str, object]:
     """Return a layout for JSON; a replicated tensor's ``device`` is None."""
     tensors = [
-        {
-            "name": tensor.name,
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "nbytes": tensor.nbytes,
-            "allocation": tensor.allocation,
-            "offset": tensor.offset,
-            "device": places[tensor.allocation] if places else None,
-        }
+        format.plain(tensor) | {"nbytes": tensor.nbytes, "device": places[tensor.allocation] if places else None}
         for tensor in layout.tensors
     ]
     return {"allocations": layout.allocations, "tensors": tensors}
@@ -324,16 +316,9 @@ def topology(directory: Path, as_json: bool) -> None:
 
 def _describe_link(driver: Driver, uuids: Mapping[int, str], link: Link) -> dict[str, object]:
     atomics = driver.peers.atomics(link.device, link.peer)
-    return {
-        "from": uuids[link.device],
-        "to": uuids[link.peer],
-        "access": link.access,
-        "performance_rank": link.performance_rank,
-        "native_atomics": link.native_atomics,
-        "array_access": link.array_access,
-        "only_partial_atomics": link.only_partial_atomics,
-        "atomics": {operation: sorted(forms) for operation, forms in atomics.items()},
-    }
+    told: dict[str, Any] = format.plain(link)
+    ends = {"from": uuids[told.pop("device")], "to": uuids[told.pop("peer")]}
+    return {**ends, **told, "atomics": {operation: sorted(forms) for operation, forms in atomics.items()}}
 
 
 def _print_links(devices: Sequence[Device], links: Sequence[Link]) -> None:

@@ -7,7 +7,7 @@ import sys
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from threading import Event
 from time import monotonic, perf_counter
@@ -18,7 +18,7 @@ import click
 from cubroker.cli import completion, format, options
 from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load
-from cubroker.client.loading.verify import Verified, verify
+from cubroker.client.loading.verify import verify
 from cubroker.protocol.errors import Corrupted, CubrokerError, Unsupported
 from cubroker.protocol.status import PoolInfo
 
@@ -172,20 +172,8 @@ def verify_pool(
             _files(broker, info, indexes, paths, as_json=as_json)
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """The result of one device's check, as in JSON; ``why`` says how it differs from what was sealed, if it does."""
-
-    index: int | None
-    uuid: str
-    nbytes: int
-    seconds: float
-    why: str | None
-    equal: bool
-
-
 def _digests(broker: Broker, info: PoolInfo, indexes: Mapping[str, int], *, as_json: bool) -> None:
-    found, title = [], f"{info.name}@{info.version}"
+    title, lines, devices = f"{info.name}@{info.version}", [], []
     for uuid in info.devices:
         with broker.attach(info.name, version=info.version, device=uuid) as pool:
             began, why = perf_counter(), None
@@ -193,74 +181,45 @@ def _digests(broker: Broker, info: PoolInfo, indexes: Mapping[str, int], *, as_j
                 pool.check()
             except Corrupted as error:
                 why = error.message
-            seconds = perf_counter() - began
-            found.append(_Checked(indexes.get(uuid), uuid, pool.nbytes, seconds, why, equal=why is None))
+            seconds, nbytes = perf_counter() - began, pool.nbytes
+        checked = {"index": indexes.get(uuid), "uuid": uuid, "nbytes": nbytes, "seconds": seconds}
+        devices.append({**checked, "why": why, "equal": why is None})
+        took = f"{format.size(nbytes)} in {format.duration(seconds)} ({format.rate(nbytes, seconds)})"
+        outcome = "as it was sealed" if why is None else format.printable(why)
+        lines.append(f"{title} on device {format.place(indexes, uuid)}: {took}: {outcome}")
     if as_json:
-        devices = [asdict(each) for each in found]
         format.document({"name": info.name, "version": info.version, "digest": info.digest, "devices": devices})
-    else:
-        for each in found:
-            rate = format.rate(each.nbytes, each.seconds)
-            took = f"{format.size(each.nbytes)} in {format.duration(each.seconds)} ({rate})"
-            outcome = "as it was sealed" if each.why is None else format.printable(each.why)
-            format.say(f"{title} on device {format.place(indexes, each.uuid)}: {took}: {outcome}")
-    if differing := sum(not each.equal for each in found):
-        raise Corrupted(f"{title} is not what was sealed, on {differing} of {format.count(len(found), 'device')}")
+    for line in lines if not as_json else ():
+        format.say(line)
+    if differing := sum(not each["equal"] for each in devices):
+        raise Corrupted(f"{title} is not what was sealed, on {differing} of {format.count(len(devices), 'device')}")
 
 
 def _files(
     broker: Broker, info: PoolInfo, indexes: Mapping[str, int], paths: tuple[Path, ...], *, as_json: bool
 ) -> None:
-    # The shards of all devices are one copy.
-    copies = [None] if info.sharded else list(info.devices)
-    found = {uuid: _compare(broker, info, uuid, indexes, paths) for uuid in copies}
-    title = f"{info.name}@{info.version}"
-    differences = [
-        f"{_whose(indexes, uuid, title)}: {line}" for uuid, outcome in found.items() for line in outcome.differences
-    ]
+    title, differences, devices = f"{info.name}@{info.version}", list[str](), []
+    for uuid in [None] if info.sharded else info.devices:  # the shards of all devices are one copy
+        device = "" if uuid is None else f"device {format.place(indexes, uuid)}"
+        with progress(f"comparing {title}{f' on {device}' if device else ''}") as report:
+            found = verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)
+        differences += [f"{device or title}: {line}" for line in found.differences]
+        where = {"index": None if uuid is None else indexes.get(uuid), "uuid": uuid}
+        held = {"nbytes": found.nbytes, "tensors": found.tensors}
+        devices.append({**where, **held, "differences": found.differences, "equal": not found.differences})
     if as_json:
-        format.document(_compared(info, indexes, found))
+        format.document({"name": info.name, "version": info.version, "digest": None, "devices": devices})
     for line in differences[:SHOWN] if not as_json else ():
         format.say(format.printable(line))
     if (more := len(differences) - SHOWN) > 0 and not as_json:
         format.say(f"and {more} more")
     if differences:
         raise CubrokerError(f"{title} is not what the files hold: {format.count(len(differences), 'difference')}")
-    if as_json:
-        return
-    first = found[copies[0]]
-    places = "" if len(found) == 1 else f", on {len(found)} devices"
-    format.say(
-        f"{title}: {format.count(first.tensors, 'tensor')}, {format.size(first.nbytes)}, equal to the files{places}"
-    )
-
-
-def _whose(indexes: Mapping[str, int], uuid: str | None, title: str) -> str:
-    return title if uuid is None else f"device {format.place(indexes, uuid)}"
-
-
-def _compared(info: PoolInfo, indexes: Mapping[str, int], found: Mapping[str | None, Verified]) -> dict[str, object]:
-    """Return the result of a comparison with files, for JSON; a sharded version has one element, without a device."""
-    devices = [
-        {
-            "index": None if uuid is None else indexes.get(uuid),
-            "uuid": uuid,
-            "nbytes": outcome.nbytes,
-            "tensors": outcome.tensors,
-            "differences": outcome.differences,
-            "equal": not outcome.differences,
-        }
-        for uuid, outcome in found.items()
-    ]
-    return {"name": info.name, "version": info.version, "digest": None, "devices": devices}
-
-
-def _compare(
-    broker: Broker, info: PoolInfo, uuid: str | None, indexes: Mapping[str, int], paths: tuple[Path, ...]
-) -> Verified:
-    where = "" if uuid is None else f" on device {format.place(indexes, uuid)}"
-    with progress(f"comparing {info.name}@{info.version}{where}") as report:
-        return verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)
+    if not as_json:
+        places = "" if len(devices) == 1 else f", on {len(devices)} devices"
+        format.say(
+            f"{title}: {format.count(found.tensors, 'tensor')}, {format.size(found.nbytes)}, equal to the files{places}"
+        )
 
 
 # -- progress --------------------------------------------------------------------------------------

@@ -281,5 +281,4 @@ def test_a_worker_finds_bytes_that_are_not_the_files(broker: BrokerProcess, tmp_
         worker.ask("attach")
         with pytest.raises(CubrokerError, match=f"pid {worker.pid} read other bytes than the file's in scalar, "):
             worker.compare()
-        worker.ask("detach")
         worker.leave()
