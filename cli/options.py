@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import click
 import msgspec
-from click.shell_completion import CompletionItem
 
 from cubroker.cli import completion, format
 from cubroker.protocol import fields
@@ -126,42 +125,20 @@ def mode(value: str) -> int:
         return fields.parse_mode(value)
 
 
-class DeviceNames(click.ParamType):  # type: ignore[type-arg]  # which click has from 8.4 on
-    """Names of devices, between commas."""
-
-    name = "devices"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Split names at the commas, or fail as wrong usage."""
-        chosen = tuple(part.strip() for part in value.split(","))
-        if not all(chosen) or len(set(chosen)) < len(chosen):
-            self.fail(f"{value!r} is no list of different devices, as in 0,1 or cuda:0", param, ctx)
-        return chosen
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return lists with one device more."""
-        return completion.device_list(ctx, param, incomplete)
+def device_list(value: str) -> tuple[str, ...]:
+    """Split names of devices at the commas, or fail as wrong usage."""
+    chosen = tuple(part.strip() for part in value.split(","))
+    if not all(chosen) or len(set(chosen)) < len(chosen):
+        raise click.BadParameter(f"{value!r} is no list of different devices, as in 0,1 or cuda:0")
+    return chosen
 
 
-class DeviceName(click.ParamType):  # type: ignore[type-arg]
-    """The name of one device."""
-
-    name = "device"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name, or fail as wrong usage."""
-        name, *others = device_list.convert(value, param, ctx)
-        if others:
-            self.fail(f"{value!r} is no single device, as in 0 or cuda:0", param, ctx)
-        return name
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the devices."""
-        return completion.devices(ctx, param, incomplete)
-
-
-device_list = DeviceNames()
-device = DeviceName()
+def device(value: str) -> str:
+    """Return the name of one device, or fail as wrong usage."""
+    name, *others = device_list(value)
+    if others:
+        raise click.BadParameter(f"{value!r} is no single device, as in 0 or cuda:0")
+    return name
 
 
 def plan(value: str) -> dict[str, str]:
@@ -213,12 +190,7 @@ def where() -> str:
     return f" on {format.printable(str(found))}" if found else ""
 
 
-_directory = partial(
-    click.option,
-    "--directory",
-    type=PATH,
-    metavar="DIR",
-)
+_directory = partial(click.option, "--directory", type=PATH, metavar="DIR")
 _SERVED = "Where the broker serves.  [default: $CUBROKER_DIR, else where a socket is: the user's own, or /run/cubroker]"
 
 group_directory = _directory(
@@ -246,6 +218,7 @@ copies = click.option(
     "chosen",
     metavar="0,1",
     type=device_list,
+    shell_complete=completion.device_list,
     help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import select
 import shutil
 import signal
@@ -23,7 +24,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from cubroker.cli import client_format, format, options
+from cubroker.cli import client_format, completion, format, options
 from cubroker.cli.frame import (
     BACKSPACE,
     DOWN,
@@ -51,25 +52,24 @@ KEYS_WAIT = 0.05
 SLOW = 2.0
 """Seconds after which the picture says that the broker does not answer."""
 
-SEQUENCES = {
-    "[A": UP,
-    "OA": UP,
-    "[B": DOWN,
-    "OB": DOWN,
-    "[5~": PAGE_UP,
-    "[6~": PAGE_DOWN,
-    "[H": HOME,
-    "OH": HOME,
-    "[1~": HOME,
-    "[7~": HOME,
-    "[F": END,
-    "OF": END,
-    "[4~": END,
-    "[8~": END,
+NAMED = {
+    **dict.fromkeys(("\x1b[A", "\x1bOA"), UP),
+    **dict.fromkeys(("\x1b[B", "\x1bOB"), DOWN),
+    "\x1b[5~": PAGE_UP,
+    "\x1b[6~": PAGE_DOWN,
+    **dict.fromkeys(("\x1b[H", "\x1bOH", "\x1b[1~", "\x1b[7~"), HOME),
+    **dict.fromkeys(("\x1b[F", "\x1bOF", "\x1b[4~", "\x1b[8~"), END),
+    **dict.fromkeys("\r\n", ENTER),
+    **dict.fromkeys("\x7f\x08", BACKSPACE),
+    "\x1b": ESCAPE,
 }
-"""What terminals send for a key after an escape, in both of their modes for cursor keys (ECMA-48, xterm)."""
+"""The names of what terminals send for keys, in both of their modes for cursor keys (ECMA-48, xterm)."""
 
-NAMED = {"\r": ENTER, "\n": ENTER, "\x7f": BACKSPACE, "\x08": BACKSPACE, "\x1b": ESCAPE}
+KEY = re.compile(r"\x1bO.?|\x1b\[[^@-~]*[@-~]?|.", re.DOTALL)
+"""What a terminal sends for one key."""
+
+UNFINISHED = re.compile(r"\x1b(O|\[[^@-~]*)?\Z")
+"""A text that ends in the middle of a sequence."""
 
 SPLIT = 0.05
 """Seconds within which the rest of a sequence arrives; an escape that stays alone for longer is the Escape key."""
@@ -88,7 +88,13 @@ SPLIT = 0.05
 @options.sort(POOL_ORDERS, "size")
 @options.reverse
 @click.option("--filter", "wanted", default="", metavar="PATTERN", help="Only pools and processes of such names.")
-@click.option("--device", "device", metavar="DEVICE", type=options.device, help="Only what is on this device.")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    type=options.device,
+    shell_complete=completion.devices,
+    help="Only what is on this device.",
+)
 @options.as_json
 @options.directory
 def top(
@@ -308,7 +314,7 @@ class Terminal:
         if self._input not in ready:
             return []
         text = self._read()
-        while _unfinished(text) and self._input in self._ready(SPLIT):
+        while UNFINISHED.search(text) and self._input in self._ready(SPLIT):
             text += self._read()
         return list(split(text))
 
@@ -357,31 +363,4 @@ class Terminal:
 
 def split(text: str) -> list[str]:
     """Return the keys in what a terminal sent; unknown sequences are ignored."""
-    keys: list[str] = []
-    while text:
-        if (end := _sequence(text)) > 1:
-            keys += [SEQUENCES[text[1:end]]] if text[1:end] in SEQUENCES else []
-        elif text[0] in NAMED:
-            keys.append(NAMED[text[0]])
-        elif text[0].isprintable():
-            keys.append(text[0])
-        text = text[end:]
-    return keys
-
-
-def _sequence(text: str) -> int:
-    """Return how many characters the first key has."""
-    if text[:2] == "\x1bO":
-        return 3
-    if text[:2] != "\x1b[":
-        return 1
-    for end in range(2, len(text)):
-        if "@" <= text[end] <= "~":
-            return end + 1
-    return len(text)
-
-
-def _unfinished(text: str) -> bool:
-    """Whether a text ends in the middle of a sequence."""
-    rest = text[text.rfind("\x1b") :] if "\x1b" in text else ""
-    return rest in ("\x1b", "\x1bO") or (rest.startswith("\x1b[") and not any("@" <= c <= "~" for c in rest[2:]))
+    return [NAMED.get(key, key) for key in KEY.findall(text) if key in NAMED or key.isprintable()]
