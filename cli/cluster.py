@@ -503,14 +503,10 @@ class _ExportMetrics(exporter.Meter):
         self._versions = Counter("cubroker_export_versions", "Versions that peers have read whole.", ["pool"])
         self._refusals = Counter("cubroker_export_refusals", "Requests that were refused.", ["code"])
 
-    def connected(self, count: int) -> None:
-        self._connections.set(count)
-
-    def reading(self, count: int) -> None:
-        self._readers.set(count)
-
-    def passing_on(self, count: int) -> None:
-        self._drafts.set(count)
+    def watch(self, service: exporter.Exporter) -> None:
+        self._connections.set_function(lambda: service.connections)
+        self._readers.set_function(lambda: service.readers)
+        self._drafts.set_function(lambda: service.drafts)
 
     def read(self, pool: str, nbytes: int) -> None:
         self._bytes.labels(pool).inc(nbytes)

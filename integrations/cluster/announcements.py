@@ -235,24 +235,23 @@ class Announcements:
 
     Args:
         live: returns the broker; it blocks, so it is not called in the event loop.
-        counted: called with the number of drafts when it has changed.
         warn: logs a line that any process of the host can cause.
     """
 
-    def __init__(self, live: Callable[[], Broker], counted: Callable[[int], None], warn: Callable[..., None]) -> None:
+    def __init__(self, live: Callable[[], Broker], warn: Callable[..., None]) -> None:
         self._live = live
-        self._counted = counted
         self._warn = warn
         #: Bytes that the announcement of each draft may have.
         self._expected: dict[tuple[str, int], int] = {}
-        self._drafts: dict[tuple[str, int], AnnouncedDraft] = {}
+        #: The drafts that are being filled, by name and number.
+        self.drafts: dict[tuple[str, int], AnnouncedDraft] = {}
         self._connections: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
 
     def find(self, name: str, version: int) -> AnnouncedDraft | None:
         """Return a draft that is being filled; None if it was not announced."""
-        return self._drafts.get((name, version))
+        return self.drafts.get((name, version))
 
     @asynccontextmanager
     async def listening(self, directory: Path) -> AsyncIterator[None]:
@@ -309,13 +308,11 @@ class Announcements:
             content = await _next(reader, limit, LIMIT)
             draft = _described(announced, content, layout, runs)
             log.info("%s@%d is offered to other hosts while it is being fetched", *key)
-            self._drafts[key] = draft
-            self._counted(len(self._drafts))
+            self.drafts[key] = draft
             try:
                 await self._follow(draft, reader, writer)
             finally:
-                del self._drafts[key]
-                self._counted(len(self._drafts))
+                del self.drafts[key]
                 if not self._ending:
                     await self._settle(draft)
 

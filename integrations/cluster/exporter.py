@@ -124,14 +124,8 @@ class Rules:
 class Meter:
     """The calls by which the exporter reports what it does, for metrics; this class counts nothing."""
 
-    def connected(self, count: int) -> None:
-        """Report how many peers are connected now."""
-
-    def reading(self, count: int) -> None:
-        """Report how many peers read now."""
-
-    def passing_on(self, count: int) -> None:
-        """Report how many versions are offered that are still being fetched."""
+    def watch(self, service: Exporter) -> None:
+        """Observe an exporter: how many peers are connected and read, and how many drafts it offers."""
 
     def read(self, pool: str, nbytes: int) -> None:
         """Report how many more bytes of a pool a peer has read."""
@@ -164,8 +158,8 @@ class _Peer:
     #: Bytes that it reports as read, and when that number last grew.
     nbytes: int = 0
     came: float = 0.0
-    watches: set[asyncio.Task[None]] = field(default_factory=set)
-    #: The task that sends it the runs of a draft that are there.
+    #: The tasks that send it the current version of a pool, and the runs of a draft that are there.
+    watch: asyncio.Task[None] | None = None
     news: asyncio.Task[None] | None = None
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -220,13 +214,29 @@ class Exporter:
         self._peers: set[_Peer] = set()
         #: The peers that read, by slot.
         self._readers: dict[int, _Peer] = {}
-        self._announcements = Announcements(self._live, self._meter.passing_on, self._warn)
+        self._announcements = Announcements(self._live, self._warn)
         #: The digests of published versions, by name and number, as far as they are known.
         self._digests: dict[tuple[str, int], KnownDigests] = {}
         #: When lines were logged that anybody can cause, and how many were left out since the last of them.
         self._warned: deque[float] = deque(maxlen=LINES)
         self._unsaid = 0
         self._spare: asyncio.Task[SourceProcess] | None = None
+        self._meter.watch(self)
+
+    @property
+    def connections(self) -> int:
+        """How many peers are connected. Any thread may ask."""
+        return len(self._peers)
+
+    @property
+    def readers(self) -> int:
+        """How many peers read. Any thread may ask."""
+        return len(self._readers)
+
+    @property
+    def drafts(self) -> int:
+        """How many versions are offered that are still being fetched. Any thread may ask."""
+        return len(self._announcements.drafts)
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
@@ -299,7 +309,6 @@ class Exporter:
             return
         peer = _Peer(reader, writer, address, Account("", -1, frozenset()))
         self._peers.add(peer)
-        self._meter.connected(len(self._peers))
         try:
             await writer.start_tls(self._context, ssl_handshake_timeout=GREETING)
             await self._serve(peer)
@@ -310,15 +319,15 @@ class Exporter:
         except (TimeoutError, OSError) as error:
             # A peer may leave before it has received all news of a draft; `_release` logs that.
             left = peer.news and isinstance(error, ConnectionError)
-            if (peer.opened or peer.watches) and not left:
+            if (peer.opened or peer.watch) and not left:
                 log.warning("%s is gone: %s", peer, str(error) or "it sends nothing, or does not read what is sent")
         except CubrokerError as error:
             log.warning("%s is cut off: %s", peer, error.message)
         finally:
             self._peers.discard(peer)
-            self._meter.connected(len(self._peers))
-            for watch in (*peer.watches, *([peer.news] if peer.news else ())):
-                watch.cancel()
+            for task in (peer.watch, peer.news):
+                if task:
+                    task.cancel()
             writer.close()
             await self._release(peer)
 
@@ -349,8 +358,8 @@ class Exporter:
 
     async def _hear(self, peer: _Peer) -> Request:
         """Return the next message; raises ``TimeoutError`` if it does not arrive in time."""
-        limit = self._rules.silence if peer.opened or peer.watches else GREETING
-        async with asyncio.timeout(None if peer.watches and not peer.opened else limit):
+        limit = self._rules.silence if peer.opened or peer.watch else GREETING
+        async with asyncio.timeout(None if peer.watch and not peer.opened else limit):
             head = await peer.reader.readexactly(messages.LENGTH.size)
             body = await peer.reader.readexactly(messages.length(head, messages.MAX_REQUEST))
         return messages.request(body)
@@ -377,7 +386,9 @@ class Exporter:
             case Open():
                 return await self._open(peer, request)
             case WatchPool(name):
-                self._watch(peer, name)
+                if peer.watch:
+                    raise Invalid("a connection watches one pool; make another connection for another")
+                peer.watch = asyncio.create_task(self._tell(peer, name))
                 return None
             case Progress(nbytes):
                 return self._progress(peer, nbytes)
@@ -456,7 +467,6 @@ class Exporter:
         draft = self._announcements.find(info.name, info.version) if info.state == DRAFT else None
         peer.slot = self._free_slot(peer)
         self._readers[peer.slot] = peer
-        self._meter.reading(len(self._readers))
         try:
             peer.source, peer.began = await self._take(), time.monotonic()
             opened = await self._opened(peer.source, info, draft, request.engine)
@@ -466,7 +476,7 @@ class Exporter:
         peer.opened = msgspec.structs.replace(opened, slot=peer.slot, slots=self._rules.readers)
         peer.came = peer.could = time.monotonic()
         if draft:
-            peer.news = asyncio.get_running_loop().create_task(self._tell_runs(peer, draft, opened.runs))
+            peer.news = asyncio.create_task(self._tell_runs(peer, draft, opened.runs))
         there = f", of which {draft.nbytes} are there" if draft else ""
         log.info("%s reads %s@%d, %d bytes%s", peer, info.name, info.version, info.nbytes, there)
         return peer.opened
@@ -558,7 +568,6 @@ class Exporter:
                 await source.kill()
         finally:  # also if the wait for the process is cancelled: the connection is over
             del self._readers[slot]
-        self._meter.reading(len(self._readers))
         if peer.opened:
             seconds = time.monotonic() - peer.began
             whole = peer.nbytes >= peer.nbytes_in_all
@@ -570,7 +579,7 @@ class Exporter:
     # -- processes ---------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        self._spare = asyncio.get_running_loop().create_task(self._start())
+        self._spare = asyncio.create_task(self._start())
 
     async def _start(self) -> SourceProcess:
         assert self._broker is not None
@@ -593,12 +602,6 @@ class Exporter:
 
     # -- news --------------------------------------------------------------------------------------
 
-    def _watch(self, peer: _Peer, name: str) -> None:
-        if peer.watches:
-            raise Invalid("a connection watches one pool; make another connection for another")
-        task = asyncio.get_running_loop().create_task(self._tell(peer, name))
-        peer.watches.add(task)
-
     async def _tell(self, peer: _Peer, name: str) -> None:
         """Send the number of the current version, now and after every change, if the peer may know it."""
         said, when = -1, 0.0
@@ -609,9 +612,8 @@ class Exporter:
                 except NotFound:
                     version = 0
                 now = time.monotonic()
-                if (
-                    version or said or now - when >= messages.WATCH_BEAT
-                ):  # changes that the peer may not see are not sent
+                # Changes that the peer may not see are not sent.
+                if version or said or now - when >= messages.WATCH_BEAT:
                     await self._say(peer, CurrentVersion(version))
                     said, when = version, now
         except (CubrokerError, OSError) as error:

@@ -41,19 +41,24 @@ class Recorder(Meter):
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.connections = self.readers = self.drafts = 0
         self.nbytes: dict[str, int] = {}
         self.whole: list[str] = []
         self.refusals: list[str] = []
 
-    def connected(self, count: int) -> None:
-        self.connections = count
+    def watch(self, service: Exporter) -> None:
+        self._service = service
 
-    def reading(self, count: int) -> None:
-        self.readers = count
+    @property
+    def connections(self) -> int:
+        return self._service.connections
 
-    def passing_on(self, count: int) -> None:
-        self.drafts = count
+    @property
+    def readers(self) -> int:
+        return self._service.readers
+
+    @property
+    def drafts(self) -> int:
+        return self._service.drafts
 
     def read(self, pool: str, nbytes: int) -> None:
         self.nbytes[pool] = self.nbytes.get(pool, 0) + nbytes
