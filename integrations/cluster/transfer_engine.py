@@ -1,18 +1,12 @@
-"""Transfer engines, which move bytes from host to host: an interface of four calls, implemented by NIXL.
+"""Transfer engines, which move bytes from host to host: NIXL, behind four calls, by which another could replace it.
 
 An engine registers memory, connects to one peer, reads that peer's memory and waits for its reads. On the peer, a read
-uses no processor, or one thread of the engine. Another engine can replace NIXL if it implements these four calls.
+uses no processor, or one thread of the engine.
 
-*What an engine's process has to expect.* NIXL 1.5.1 over TCP was tested with peers that fail in the middle of a read:
-
-- A read continued when the peer came back, after the read was released, the peer disconnected and the memory
-  deregistered: 300 MiB were written after all three. Nothing is written once the agent is destroyed.
-- Deregistering memory at the source does not stop a peer that reads it.
-- An agent that is destroyed while it reads can end the *other* process: an assertion of UCX fails there.
-- If a peer is killed, the read reports an error immediately.
-
-So there is one engine per peer, and :meth:`TransferEngine.close` destroys it. A source's process serves one peer and
-is killed before its memory is unmapped. Neither side runs an engine in a process that has anything else to lose
+With NIXL 1.5.1 a read writes until the agent is destroyed, whatever else is done to it; deregistering memory stops no
+peer that reads it; and an agent that is destroyed while it reads can end the *other* process (decision 037). So there
+is one engine per peer, and :meth:`TransferEngine.close` destroys it. A source's process serves one peer and is killed
+before its memory is unmapped. Neither side runs an engine in a process that has anything else to lose
 (:mod:`~cubroker.integrations.cluster.source_process`, :mod:`~cubroker.integrations.cluster.fetch_process`).
 """
 
@@ -24,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cubroker.protocol.errors import Unavailable, Unsupported, needing
 
@@ -60,22 +54,38 @@ class MemoryRegion(NamedTuple):
     device: int | None = None
 
 
-class Read(Protocol):
-    """A read that is under way."""
+def open_engine(name: str) -> TransferEngine:
+    """Return an engine.
 
-    def done(self) -> bool:
-        """Whether all bytes are there.
+    Raises:
+        Unsupported: its package is not installed, or this build has no engine of that name.
+        Unavailable: it cannot start here.
+    """
+    if name != NIXL:
+        raise Unsupported(f"one side of the transfer has {name!r}, and the other one {NIXL!r}; upgrade the older one")
+    return TransferEngine()
 
-        Raises:
-            Unavailable: the peer is gone, or the read failed; it can still write until the engine is closed.
-        """
 
-
-class TransferEngine(Protocol):
+class TransferEngine:
     """An engine that reads the memory of one peer. Not safe for threads: one thread makes all calls.
 
     If the memory is on a GPU, a context of that GPU is current on that thread: else UCX treats it as host memory.
+
+    It is an agent of NIXL with its UCX backend, and without a listener: our own connection carries the metadata.
     """
+
+    def __init__(self) -> None:
+        nixl = load()
+        bindings = nixl.nixlBind
+        #: The classes of NIXL's errors, which have no common base except Exception.
+        self._errors = tuple(getattr(bindings, each) for each in dir(bindings) if each.endswith("Error"))
+        self._reads: list[Read] = []
+        self._kind = self._peer = ""
+        with self._doing("starting NIXL"):
+            config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
+            self._agent = nixl.nixl_agent(f"cubroker-{os.urandom(8).hex()}", config)
+        if "UCX" not in self._agent.backends:
+            raise Unavailable("NIXL has no UCX backend here; install a build of it that has one")
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         """Prepare memory of this process, for a peer to read or for this side to read into.
@@ -86,6 +96,11 @@ class TransferEngine(Protocol):
         Raises:
             Unavailable: the engine cannot use such memory.
         """
+        self._kind = _kind(regions[0])
+        listed = [(each.pointer, each.nbytes, each.device or 0, "") for each in regions]
+        with self._doing(f"registering {sum(each.nbytes for each in regions)} bytes"):
+            self._agent.register_memory(listed, self._kind)
+            return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> None:
         """Connect to the peer that registered memory; ``metadata`` is what :meth:`register` returned there.
@@ -93,6 +108,8 @@ class TransferEngine(Protocol):
         Raises:
             Unavailable: the peer cannot be reached.
         """
+        with self._doing("connecting to the source"):
+            self._peer = self._agent.add_remote_agent(metadata)
 
     def read(self, local: MemoryRegion, remote: MemoryRegion) -> Read:
         """Begin to read as many bytes as ``local`` has; ``local`` and ``remote`` lie in registered regions.
@@ -102,60 +119,12 @@ class TransferEngine(Protocol):
         Raises:
             Unavailable: the peer is gone.
         """
-
-    def close(self) -> None:
-        """End all reads. Not one byte of the memory changes after this."""
-
-
-def open_engine(name: str) -> TransferEngine:
-    """Return an engine.
-
-    Raises:
-        Unsupported: its package is not installed, or this build has no engine of that name.
-        Unavailable: it cannot start here.
-    """
-    if name != NIXL:
-        raise Unsupported(f"one side of the transfer has {name!r}, and the other one {NIXL!r}; upgrade the older one")
-    return NixlEngine()
-
-
-class NixlEngine:
-    """An agent of NIXL with its UCX backend, and without a listener: our own connection carries the metadata."""
-
-    def __init__(self) -> None:
-        nixl = load()
-        bindings = nixl.nixlBind
-        #: The classes of NIXL's errors, which have no common base except Exception.
-        self._errors = tuple(getattr(bindings, each) for each in dir(bindings) if each.endswith("Error"))
-        self._reads: list[_NixlRead] = []
-        self._kind = self._peer = ""
-        with self._doing("starting NIXL"):
-            config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
-            self._agent = nixl.nixl_agent(f"cubroker-{os.urandom(8).hex()}", config)
-        if "UCX" not in self._agent.backends:
-            raise Unavailable("NIXL has no UCX backend here; install a build of it that has one")
-
-    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        """See :meth:`TransferEngine.register`."""
-        self._kind = _kind(regions[0])
-        listed = [(each.pointer, each.nbytes, each.device or 0, "") for each in regions]
-        with self._doing(f"registering {sum(each.nbytes for each in regions)} bytes"):
-            self._agent.register_memory(listed, self._kind)
-            return bytes(self._agent.get_agent_metadata())
-
-    def connect(self, metadata: bytes) -> None:
-        """See :meth:`TransferEngine.connect`."""
-        with self._doing("connecting to the source"):
-            self._peer = self._agent.add_remote_agent(metadata)
-
-    def read(self, local: MemoryRegion, remote: MemoryRegion) -> Read:
-        """See :meth:`TransferEngine.read`."""
         with self._doing("reading from the source"):
             here, there = (
                 self._agent.get_xfer_descs([(each.pointer, local.nbytes, each.device or 0)], _kind(each))
                 for each in (local, remote)
             )
-            read = _NixlRead(self, self._agent.initialize_xfer("READ", here, there, self._peer))
+            read = Read(self, self._agent.initialize_xfer("READ", here, there, self._peer))
             self._reads = [each for each in self._reads if not each.ended]
             self._reads.append(read)
             read.begin(self._agent)
@@ -167,7 +136,7 @@ class NixlEngine:
             return str(self._agent.check_xfer_state(handle))
 
     def close(self) -> None:
-        """See :meth:`TransferEngine.close`.
+        """End all reads. Not one byte of the memory changes after this.
 
         NIXL destroys its agent, and UCX its worker, with the last reference. The traceback of an error can keep objects
         of NIXL alive, so the native agent is removed from them. If another reference to it is left, this process exits:
@@ -191,8 +160,10 @@ class NixlEngine:
             raise Unavailable(f"{what} failed: {error}") from None
 
 
-class _NixlRead:
-    def __init__(self, engine: NixlEngine, handle: Any) -> None:
+class Read:
+    """A read that is under way."""
+
+    def __init__(self, engine: TransferEngine, handle: Any) -> None:
         self._engine = engine
         self._handle = handle
         self._state = ""
@@ -203,10 +174,15 @@ class _NixlRead:
 
     @property
     def ended(self) -> bool:
+        """Whether its handle is dropped."""
         return self._handle is None
 
     def done(self) -> bool:
-        """See :meth:`Read.done`."""
+        """Whether all bytes are there.
+
+        Raises:
+            Unavailable: the peer is gone, or the read failed; it can still write until the engine is closed.
+        """
         if self._handle is not None:
             if self._state == "PROC":
                 self._state = self._engine.state(self._handle)

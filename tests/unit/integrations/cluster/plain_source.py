@@ -29,5 +29,5 @@ if __name__ == "__main__":
         shorter.replace(fails)  # at once: another process may read it
         sys.exit(3)
     source_process.load = lambda: None
-    transfer_engine.NixlEngine = Still  # type: ignore[assignment, misc]
+    transfer_engine.TransferEngine = Still  # type: ignore[assignment, misc]
     source_process.main(*sys.argv[1:])
