@@ -9,10 +9,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -141,20 +142,17 @@ def export(
 
 
 async def _serve(service: exporter.Exporter, listen: PeerAddress, say: Any) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    manager = sd_notify.Manager.from_environment(os.environ)
+    loop, ended, notify = asyncio.get_running_loop(), asyncio.Event(), _notifier()
 
     def reload() -> None:
-        if manager:
-            manager.say(sd_notify.reloading())
+        notify(sd_notify.reloading())
         try:
             service.reload()
         except CubrokerError as error:
             exporter.log.error("the certificates stay as they were: %s", error.message)
         else:
             exporter.log.info("the certificates were read again")
-        if manager:
-            manager.say(sd_notify.ready("exporting"))
+        notify(sd_notify.ready("exporting"))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
@@ -162,11 +160,15 @@ async def _serve(service: exporter.Exporter, listen: PeerAddress, say: Any) -> N
     async with service.serving(listen.host, listen.port) as (host, port):
         where = str(PeerAddress(host, port))
         say(f"cubroker: exporting at {where}")
-        if manager:
-            manager.say(sd_notify.ready(f"exporting at {where}"))
+        notify(sd_notify.ready(f"exporting at {where}"))
         await ended.wait()
-        if manager:
-            manager.say(sd_notify.stopping())
+        notify(sd_notify.stopping())
+
+
+def _notifier() -> Callable[[str], object]:
+    """Return the function that sends messages to systemd, if that has started this process."""
+    manager = sd_notify.Manager.from_environment(os.environ)
+    return manager.say if manager else lambda _: None
 
 
 # -- fetch ---------------------------------------------------------------------------------------------
@@ -275,14 +277,12 @@ def _follow(
 
     if os.getpid() == 1:  # the first process of a container, for which the signal has no default action
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    manager = sd_notify.Manager.from_environment(os.environ)
-    if manager:
-        manager.say(sd_notify.ready(f"following {name}"))
+    notify = _notifier()
+    notify(sd_notify.ready(f"following {name}"))
     for fetched in follow(name, sources, failed=failed, **common):
         if meter:
             meter.fetched(fetched)
-        if manager:
-            manager.say(sd_notify.status(f"{fetched.name}@{fetched.version}, from {', '.join(fetched.sources)}"))
+        notify(sd_notify.status(f"{fetched.name}@{fetched.version}, from {', '.join(fetched.sources)}"))
         _tell(fetched, as_json=as_json)
 
 
@@ -391,10 +391,12 @@ _days = click.IntRange(min=1, max=36500)
 
 
 @contextmanager
-def _owned_files() -> Iterator[None]:
-    """Raise an error that names the file if this user may not use it."""
+def _handling(what: str) -> Iterator[ModuleType]:
+    """Yield the module that makes certificates; raise an error that names the file if this user may not use it."""
+    with needing(f"{what} certificates", "cubroker[nixl]"):
+        from cubroker.integrations.cluster import certificates as found
     try:
-        yield
+        yield found
     except PermissionError as error:
         raise CubrokerError(f"this user may not write or read {error.filename}; name another folder") from None
 
@@ -407,8 +409,8 @@ def make_authority(folder: Path, days: int) -> None:
 
     DIR gets its key, which signs every certificate: keep it on a host that is safe.
     """
-    with _owned_files():
-        path = identity.make_authority(folder, days=days)
+    with _handling("making") as made:
+        path = made.make_authority(folder, days=days)
     format.say(f"{path}: the authority; keep {folder} safe, and give no host its ca-key.pem")
 
 
@@ -431,8 +433,8 @@ def issue(folder: Path, authority: Path, user: str, hosts: tuple[str, ...], days
 
     DIR gets it, its key and the authority's certificate.
     """
-    with _owned_files():
-        path = identity.issue(authority, folder, user, hosts, days)
+    with _handling("making") as made:
+        path = made.issue(authority, folder, user, hosts, days)
     what = f"exports as {', '.join(hosts)}, and fetches" if hosts else "fetches"
     format.say(f"{path}: {what} as user {user}; copy {folder} to its host, readable by its owner alone")
 
@@ -445,8 +447,8 @@ def revoke(certificate: Path, authority: Path) -> None:
 
     CERTIFICATE is its file, or the folder that has it. The list is the authority's crl.pem.
     """
-    with _owned_files():
-        path = identity.revoke(authority, certificate)
+    with _handling("revoking") as made:
+        path = made.revoke(authority, certificate)
     format.say(f"{path}: copy it to every host, beside its ca.pem, and `systemctl reload cubroker-export` there")
 
 
@@ -458,8 +460,8 @@ def show_certificate(certificate: Path, as_json: bool) -> None:
 
     CERTIFICATE is its file, or the folder that has it. It is also said until when it is valid.
     """
-    with _owned_files():
-        found = identity.describe(certificate)
+    with _handling("reading") as made:
+        found = made.describe(certificate)
     if as_json:
         format.document({**found._asdict(), "until": found.until.isoformat()})
         return

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from cubroker.integrations.cluster import identity
 from tests.brokers import DEVICES, PATIENCE, BrokerProcess, eventually, started
 from tests.namespaces import unshare
 
@@ -32,8 +31,10 @@ def need_engine() -> None:
 
 def make_certificates(folder: Path, *names: str, user: str = "root", hosts: Sequence[str] = (HOST,)) -> list[Path]:
     """Make an authority, and a folder for each name with a certificate for a user, and for hosts."""
-    identity.make_authority(folder / "authority")
-    return [identity.issue(folder / "authority", folder / name, user, hosts).parent for name in names]
+    from cubroker.integrations.cluster import certificates as making
+
+    making.make_authority(folder / "authority")
+    return [making.issue(folder / "authority", folder / name, user, hosts).parent for name in names]
 
 
 class ExporterProcess:
@@ -241,6 +242,8 @@ def run(*arguments: str) -> str:
 @contextmanager
 def network(count: int, folder: Path, *, rate: str = "1gbit", devices: str = DEVICES) -> Iterator[list[Host]]:
     """Yield hosts that a switch joins, each with a broker and a certificate; links carry so much each way."""
+    from cubroker.integrations.cluster import certificates as making
+
     if shutil.which("ip") is None or shutil.which("tc") is None:
         pytest.skip("needs ip and tc, of iproute2")
     apart = unshare("--net")
@@ -250,10 +253,10 @@ def network(count: int, folder: Path, *, rate: str = "1gbit", devices: str = DEV
         for line in ("link add switch type bridge", "link set switch up"):
             run(*_within(switch), "ip", *line.split())
         hosts = [Host(number, holder, switch, rate) for number, holder in enumerate(holders, 1)]
-        identity.make_authority(folder / "authority")
+        making.make_authority(folder / "authority")
         for number, host in enumerate(hosts):
             host.broker = undo.enter_context(started(lambda path, host=host: BrokerOfHost(path, host, devices)))
-            path = identity.issue(folder / "authority", folder / f"host-{number}", "root", [host.address])
+            path = making.issue(folder / "authority", folder / f"host-{number}", "root", [host.address])
             host.certificates = path.parent
         yield hosts
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster import identity
+from cubroker.integrations.cluster import certificates as making
 from cubroker.protocol import Layout
 from tests import sampling
 from tests.brokers import eventually
@@ -316,7 +316,7 @@ def test_a_part_is_offered_to_those_alone_who_may_read_it(
 ) -> None:
     one, two, three, _ = hosts
     authority = one.certificates.parent / "authority"
-    nobody = identity.issue(authority, tmp_path / "nobody", "nobody").parent
+    nobody = making.issue(authority, tmp_path / "nobody", "nobody").parent
     own = three.certificates
     with two.exporting() as exporter, two.exporting("x*", listen=f"{two.address}:7400"):
         zeros(0o600)
@@ -447,11 +447,11 @@ def test_who_may_fetch_is_decided_by_certificate_and_mode(hosts: list[Host], tmp
     publish(one, "private", mode=0o600)
     publish(one, "public", mode=0o644)
     authority = one.certificates.parent / "authority"
-    nobody = identity.issue(authority, tmp_path / "nobody", "nobody").parent
-    stranger = identity.issue(authority, tmp_path / "stranger", "no-such-user").parent
-    expired = identity.issue(authority, tmp_path / "expired", "root", days=-0.001).parent
-    other = identity.make_authority(tmp_path / "other").parent
-    wrong = identity.issue(other, tmp_path / "wrong", "root", [two.address]).parent
+    nobody = making.issue(authority, tmp_path / "nobody", "nobody").parent
+    stranger = making.issue(authority, tmp_path / "stranger", "no-such-user").parent
+    expired = making.issue(authority, tmp_path / "expired", "root", days=-0.001).parent
+    other = making.make_authority(tmp_path / "other").parent
+    wrong = making.issue(other, tmp_path / "wrong", "root", [two.address]).parent
     own = two.certificates
     try:
         with one.exporting() as exporter:
@@ -485,7 +485,7 @@ def test_an_exporter_whose_certificate_has_another_name_is_not_read_from(hosts: 
     publish(one)
     authority = one.certificates.parent / "authority"
     own = one.certificates
-    one.certificates = identity.issue(authority, tmp_path / "elsewhere", "root", ["elsewhere"]).parent
+    one.certificates = making.issue(authority, tmp_path / "elsewhere", "root", ["elsewhere"]).parent
     try:
         with one.exporting():
             status, why = two.fetch("m", "--from", one.address)
@@ -498,11 +498,11 @@ def test_a_revoked_certificate_is_refused_after_a_reload(hosts: list[Host], tmp_
     one, two, *_ = hosts
     publish(one)
     authority = one.certificates.parent / "authority"
-    own, two.certificates = two.certificates, identity.issue(authority, tmp_path / "lost", "root").parent
+    own, two.certificates = two.certificates, making.issue(authority, tmp_path / "lost", "root").parent
     try:
         with one.exporting() as exporter:
             assert two.fetch("m", "--from", one.address)["fetched"]
-            revoked = identity.revoke(authority, two.certificates)
+            revoked = making.revoke(authority, two.certificates)
             (one.certificates / "crl.pem").write_bytes(revoked.read_bytes())
             exporter.process.send_signal(signal.SIGHUP)
             eventually(lambda: "the certificates were read again" in exporter.log(), "the reload")

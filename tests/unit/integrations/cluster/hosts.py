@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster import exporter, identity
+from cubroker.integrations.cluster import exporter
 from cubroker.integrations.cluster.connection import PeerAddress, PeerConnection
 from cubroker.integrations.cluster.exporter import Exporter, Meter, Rules
 from cubroker.protocol import Layout
@@ -24,8 +24,11 @@ class Certificates:
     """An authority, and certificates of it that are made as they are asked for, once each."""
 
     def __init__(self, folder: Path) -> None:
+        from cubroker.integrations.cluster import certificates as making
+
         self._folder = folder
-        self.authority = identity.make_authority(folder / "authority").parent
+        self._issue = making.issue
+        self.authority = making.make_authority(folder / "authority").parent
         #: Of a host whose user may read all.
         self.host = self.of("root", HOST, "::1", "localhost")
 
@@ -33,8 +36,18 @@ class Certificates:
         """Return the folder with a user's certificate."""
         folder = self._folder / (called or "-".join(("of", user, *hosts, str(days))).replace(":", "."))
         if not folder.exists():
-            identity.issue(self.authority, folder, user, hosts, days=days)  # type: ignore[arg-type]
+            self._issue(self.authority, folder, user, hosts, days=days)  # type: ignore[arg-type]
         return folder
+
+
+def private_key(password: bytes = b"") -> bytes:
+    """Return a new key as PEM, with a password if one is given."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    lock = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    encoding, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return ec.generate_private_key(ec.SECP256R1()).private_bytes(encoding, kind, lock)
 
 
 class Recorder(Meter):

@@ -60,6 +60,8 @@ from tests.unit.integrations.cluster.hosts import (
     sources,
 )
 
+making = pytest.importorskip("cubroker.integrations.cluster.certificates")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def plain() -> Iterator[None]:
@@ -172,8 +174,8 @@ def test_a_peer_without_a_certificate_is_told_nothing(
 def test_certificates_that_do_not_do_are_refused_with_the_reason_in_the_log(
     serving: Serving, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = identity.make_authority(tmp_path / "other").parent
-    stranger = identity.issue(other, tmp_path / "stranger", "root").parent
+    other = making.make_authority(tmp_path / "other").parent
+    stranger = making.issue(other, tmp_path / "stranger", "root").parent
     (stranger / "ca.pem").write_bytes((certificates.host / "ca.pem").read_bytes())
     for folder, why in (
         (certificates.of("root", days=-0.001), "certificate has expired"),
@@ -190,15 +192,17 @@ def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
     """Return a certificate that is for servers alone, as this project makes none."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    folder = identity.issue(certificates.authority, tmp_path / "server", "root").parent
-    signer, issuer = identity._authority(certificates.authority)
-    key = identity._new_key()
+    folder = making.issue(certificates.authority, tmp_path / "server", "root").parent
+    signer, issuer = making._authority(certificates.authority)
+    key = ec.generate_private_key(making.CURVE)
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    certificate = identity._begun("root", issuer, key, 1).add_extension(usage, critical=True)
-    (folder / "cert.pem").write_bytes(identity._text(certificate.sign(signer, hashes.SHA256())))
-    (folder / "key.pem").write_bytes(identity._key_text(key))
+    certificate = making._begun("root", issuer, key, 1).add_extension(usage, critical=True)
+    (folder / "cert.pem").write_bytes(certificate.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(making._key_text(key))
     return folder
 
 
@@ -207,16 +211,16 @@ def test_a_certificate_that_no_peer_takes_does_not_serve(
 ) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    new = partial(identity.issue, certificates.authority, user="root", hosts=[HOST])
+    new = partial(making.issue, certificates.authority, user="root", hosts=[HOST])
     lost = new(folder=tmp_path / "lost").parent
-    identity.revoke(certificates.authority, lost).rename(lost / "crl.pem")
+    making.revoke(certificates.authority, lost).rename(lost / "crl.pem")
     foreign = new(folder=tmp_path / "foreign").parent
-    (foreign / "ca.pem").write_bytes(identity.make_authority(tmp_path / "other").read_bytes())
+    (foreign / "ca.pem").write_bytes(making.make_authority(tmp_path / "other").read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "EARLY", timedelta(days=-1))
+        patch.setattr(making, "EARLY", timedelta(days=-1))
         early = new(folder=tmp_path / "early", days=2).parent
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "_new_key", lambda: ec.generate_private_key(ec.SECP256K1()))
+        patch.setattr(making, "CURVE", ec.SECP256K1())
         odd = new(folder=tmp_path / "odd").parent
     for folder, why in (
         (certificates.of("root", HOST, days=-0.001), "certificate has expired"),
@@ -234,10 +238,10 @@ def test_a_certificate_that_no_peer_takes_does_not_serve(
 def test_the_list_of_another_authority_is_named_where_it_has_a_certificate_refused(
     directory: Path, certificates: Certificates, tmp_path: Path
 ) -> None:
-    folder = identity.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
-    other = identity.make_authority(tmp_path / "other").parent
-    lost = identity.issue(other, tmp_path / "lost", "root")
-    identity.revoke(other, lost).rename(folder / "crl.pem")
+    folder = making.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    other = making.make_authority(tmp_path / "other").parent
+    lost = making.issue(other, tmp_path / "lost", "root")
+    making.revoke(other, lost).rename(folder / "crl.pem")
     with pytest.raises(Invalid, match=r"CRL signature failure; .*, or put the right ca\.pem and crl\.pem there"):
         exporter.Exporter(directory, folder)
 
@@ -245,12 +249,12 @@ def test_the_list_of_another_authority_is_named_where_it_has_a_certificate_refus
 def test_revoked_ones_are_refused_after_a_reload_also_where_the_own_one_is_revoked(
     directory: Path, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = identity.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
-    peer = identity.issue(certificates.authority, tmp_path / "peer", "root").parent
+    folder = making.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    peer = making.issue(certificates.authority, tmp_path / "peer", "root").parent
     with exporting(directory, folder) as serving:
         serving.greet(peer)
         for each in (folder, peer):
-            revoked = identity.revoke(certificates.authority, each)
+            revoked = making.revoke(certificates.authority, each)
         revoked.rename(folder / "crl.pem")
         serving.call(serving.service.reload)
         assert "refuse an exporter that has " in caplog.text
@@ -279,10 +283,10 @@ def test_after_a_reload_what_the_folder_had_before_counts_no_more(
     directory: Path, certificates: Certificates, tmp_path: Path
 ) -> None:
     """An authority that was replaced is not trusted any longer, nor is a certificate that was revoked."""
-    folder = identity.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
-    peer, lost = (identity.issue(certificates.authority, tmp_path / name, "root").parent for name in ("peer", "lost"))
+    folder = making.issue(certificates.authority, tmp_path / "own", "root", [HOST]).parent
+    peer, lost = (making.issue(certificates.authority, tmp_path / name, "root").parent for name in ("peer", "lost"))
     with exporting(directory, folder) as serving:
-        revoked = identity.revoke(certificates.authority, lost)
+        revoked = making.revoke(certificates.authority, lost)
         revoked.rename(folder / "crl.pem")
         serving.greet(lost)
         serving.call(serving.service.reload)
@@ -295,8 +299,8 @@ def test_after_a_reload_what_the_folder_had_before_counts_no_more(
             serving.call(serving.service.reload)
         serving.greet(peer)
 
-        other = identity.make_authority(tmp_path / "other").parent
-        new = identity.issue(other, tmp_path / "new", "root", [HOST]).parent
+        other = making.make_authority(tmp_path / "other").parent
+        new = making.issue(other, tmp_path / "new", "root", [HOST]).parent
         (folder / "crl.pem").unlink()
         for name in ("ca.pem", "cert.pem", "key.pem"):
             (folder / name).write_bytes((new / name).read_bytes())
