@@ -16,7 +16,7 @@ from random import Random
 from benchmarks.network import Connection, Network
 from cubroker.integrations.cluster import exporter, messages, source_choice, source_thread, striping
 from cubroker.integrations.cluster.connection import CONNECT
-from cubroker.integrations.cluster.striping import Candidate, Striping, VersionPiece
+from cubroker.integrations.cluster.striping import Striping, VersionPiece
 
 POLL = 0.02
 """Seconds between two checks whether an idle source may deliver what a slower one has not: 0.005 in the product."""
@@ -317,11 +317,11 @@ class Fetcher:
             return
         if self.network.now < self._gathered and len(self._candidates) < len(self._peers):
             return
-        candidates, self._candidates = {str(peer.place): peer for peer in self._candidates}, []
-        listed = [Candidate(key, self.room.readers[peer.host], self.policy.readers) for key, peer in candidates.items()]
+        candidates, self._candidates = {peer.place: peer for peer in self._candidates}, []
+        readers = {place: (self.room.readers[peer.host], self.policy.readers) for place, peer in candidates.items()}
         room = self.policy.width - len(self.reading)
-        for chosen in striping.by_room(listed, self._chance)[:room]:
-            self._open(candidates.pop(chosen.peer))
+        for place in striping.by_room(readers, self._chance)[:room]:
+            self._open(candidates.pop(place))
         for peer in candidates.values():
             self._leave(peer)
 

@@ -21,7 +21,7 @@ from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, resolve
 from cubroker.integrations.cluster.messages import ExportedVersion, Offer, Open, Order
 from cubroker.integrations.cluster.source_thread import Answered, Filling, Lost, Ready, Reported, SourceReader
-from cubroker.integrations.cluster.striping import ASKED, USELESS, Candidate, by_room, piece_size
+from cubroker.integrations.cluster.striping import ASKED, USELESS, by_room, piece_size
 from cubroker.protocol.errors import (
     Corrupted,
     CubrokerError,
@@ -116,6 +116,8 @@ class _Wanted(NamedTuple):
     #: The version's :func:`messages.content`, if it is known; and whether the host has only a part of the version.
     content: bytes | None = None
     partial: bool = False
+    #: How many hosts read from the host now, and how many may read at the same time.
+    readers: tuple[int, int] = (0, 0)
 
 
 class SourceChoice:
@@ -135,8 +137,7 @@ class SourceChoice:
         self.own = b""
         #: Sources that have answered and were told nothing yet, and what each is to open; when to choose among them,
         #: and when to choose if all of them have only parts.
-        self._candidates: dict[SourceReader, Candidate] = {}
-        self._wanted: dict[SourceReader, _Wanted] = {}
+        self._candidates: dict[SourceReader, _Wanted] = {}
         self._gathered = self._gathered_parts = 0.0
         #: Sources that were told to open a version that they have only in part, with its number.
         self._parts: dict[SourceReader, int] = {}
@@ -210,17 +211,17 @@ class SourceChoice:
         host = self._host(event.source)
         if host is None:
             return
-        wanted = self._find(host, event.offers.offers)
+        offers = event.offers
+        wanted = self._find(host, offers.offers)
         if wanted is None:
             event.source.leave()
             none = NotFound(f"it has no {self._order.name} that this host may fetch")
             host.put_off(None if host.distrusted or host.refused else none)  # the earlier error says more
             return
-        self._wanted[event.source] = wanted
         if not self._candidates:
             now = time.monotonic()
             self._gathered, self._gathered_parts = now + GATHER, now + GATHER_PARTS
-        self._candidates[event.source] = Candidate(str(event.source.number), event.offers.readers, event.offers.limit)
+        self._candidates[event.source] = wanted._replace(readers=(offers.readers, offers.limit))
 
     def _find(self, host: Host, offers: Sequence[Offer]) -> _Wanted | None:
         """Return the version that a host is to open; None: it has none."""
@@ -245,19 +246,19 @@ class SourceChoice:
     @property
     def _choosing(self) -> float:
         """When to choose among the candidates, unless all hosts that were asked answer before."""
-        parts = self._undecided and all(each.partial for each in self._wanted.values())
+        parts = self._undecided and all(each.partial for each in self._candidates.values())
         return self._gathered_parts if parts else self._gathered
 
-    def _decided(self) -> list[SourceReader]:
+    def _decided(self) -> dict[SourceReader, _Wanted]:
         """Return the candidates that have the wanted version; while it is undecided, current versions before parts.
 
         Parts then count only if they are of a current version. If there are only parts, the first that is opened
         decides.
         """
-        found = [*self._candidates]
-        if self._undecided and not all(self._wanted[source].partial for source in found):
-            current = {self._wanted[source].content for source in found if not self._wanted[source].partial} - {None}
-            found = [each for each in found if not self._wanted[each].partial or self._wanted[each].content in current]
+        found = self._candidates
+        if self._undecided and not all(each.partial for each in found.values()):
+            current = {each.content for each in found.values() if not each.partial} - {None}
+            return {source: each for source, each in found.items() if not each.partial or each.content in current}
         return found
 
     def choose(self) -> None:
@@ -266,26 +267,23 @@ class SourceChoice:
         if not self._candidates or (time.monotonic() < self._choosing and len(self._candidates) < waited):
             return
         room = max(0, self._order.width - len(self._engaged))
-        decided = {str(source.number): source for source in self._decided()}
-        roomy = by_room([self._candidates[source] for source in decided.values()], self._chance)
-        chosen = [decided[each.peer] for each in roomy]
+        decided = self._decided()
+        chosen = by_room({source: each.readers for source, each in decided.items()}, self._chance)
         if self._order.version and self._content is None:  # the number is the one at the first of the given hosts
             chosen, room = sorted(chosen, key=lambda source: source.number), min(1, room)
-        for source in [*self._candidates]:
+        for source, wanted in self._candidates.items():
             host = self._host(source)
             assert host
             if source in chosen[:room]:
                 self._engaged.add(source)
-                wanted = self._wanted[source]
                 if wanted.partial:
                     self._parts[source] = wanted.number
                 source.open(Open(self._order.name, wanted.number))
             else:
                 source.leave()
-                full = source not in chosen and str(source.number) in decided
+                full = source not in chosen and source in decided
                 host.put_off(OverQuota("it has as many readers as it allows") if full else None)
         self._candidates.clear()
-        self._wanted.clear()
 
     def ready(self, event: Ready) -> bool:
         """Handle a host that has opened the version; returns whether it is the first one."""
@@ -326,7 +324,6 @@ class SourceChoice:
         self._parts.pop(source, None)
         self.reading.pop(source.number, None)
         self._candidates.pop(source, None)
-        self._wanted.pop(source, None)
         self._same.pop(source.number, None)
         self._engaged.discard(source)
 
@@ -438,7 +435,8 @@ class SourceChoice:
 
     def _host(self, source: SourceReader) -> Host | None:
         """Return a source's host; None if it was given up."""
-        return next((host for host in self._hosts if host.source is source), None)
+        host = self._host_of[source.number]
+        return host if host.source is source else None
 
 
 def _check(opened: ExportedVersion) -> None:

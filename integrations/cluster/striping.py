@@ -22,10 +22,10 @@ again from a single source that has the whole version, so that the origin of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 WIDTH = 8
 """The most sources that one fetch reads from at the same time: as many as a host has readers, so that a host receives
@@ -53,23 +53,21 @@ HURRY = 2.0
 """An idle source reads a piece again if the slower source needs more than this many times as long for it."""
 
 
-class Candidate(NamedTuple):
-    """A host that has a version."""
-
-    peer: str
-    #: How many hosts read from it now, and how many may read at the same time.
-    readers: int
-    limit: int
+Host = TypeVar("Host")
 
 
-def by_room(candidates: Iterable[Candidate], chance: Random) -> list[Candidate]:
+def by_room(readers: Mapping[Host, tuple[int, int]], chance: Random) -> list[Host]:
     """Return the hosts that have room for a reader, those with the most room first, equal ones in random order.
 
     Without the random order, many hosts that ask at the same time would all choose the same one.
+
+    Args:
+        readers: how many hosts read from each host now, and how many may read at the same time.
+        chance: decides the order of equal ones.
     """
-    roomy = [each for each in candidates if each.readers < each.limit]
+    roomy = [host for host, (now, limit) in readers.items() if now < limit]
     chance.shuffle(roomy)
-    return sorted(roomy, key=lambda each: each.readers / each.limit)
+    return sorted(roomy, key=lambda host: readers[host][0] / readers[host][1])
 
 
 class VersionPiece(NamedTuple):

@@ -16,7 +16,6 @@ from cubroker.integrations.cluster.striping import (
     PIECE,
     PIECES,
     UNIT,
-    Candidate,
     Runs,
     Striping,
     VersionPiece,
@@ -29,21 +28,21 @@ from cubroker.integrations.cluster.striping import (
 
 
 def test_hosts_with_the_most_room_come_first_and_full_ones_not_at_all() -> None:
-    hosts = [
-        Candidate("a", 4, 8),
-        Candidate("b", 8, 8),
-        Candidate("c", 1, 8),
-        Candidate("d", 1, 2),
-        Candidate("e", 0, 0),
-    ]
-    found = [each.peer for each in by_room(hosts, Random(1))]
+    hosts = {
+        "a": (4, 8),
+        "b": (8, 8),
+        "c": (1, 8),
+        "d": (1, 2),
+        "e": (0, 0),
+    }
+    found = by_room(hosts, Random(1))
     assert found[0] == "c"
     assert sorted(found[1:]) == ["a", "d"]
 
 
 def test_equal_hosts_come_in_any_order() -> None:
-    hosts = [Candidate(name, 0, 8) for name in "abcd"]
-    first = [by_room(hosts, Random(seed))[0].peer for seed in range(100)]
+    hosts = dict.fromkeys("abcd", (0, 8))
+    first = [by_room(hosts, Random(seed))[0] for seed in range(100)]
     assert {*first} == {*"abcd"}
 
 
