@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import (
-    BashComplete,
-    CompletionItem,
-    ZshComplete,
-    add_completion_class,
-    split_arg_string,
-)
+from click.shell_completion import BashComplete, CompletionItem, ZshComplete, add_completion_class, split_arg_string
 
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.status import PoolInfo

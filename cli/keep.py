@@ -12,17 +12,13 @@ from cubroker.server.keeper.keeper import keep as run_keeper
 
 @click.command("keep", context_settings={"allow_interspersed_args": False})
 @options.seconds(
-    "--watchdog",
-    "Abort the command and start it again after this long without a sign of life; 0: never.",
-    default=20.0,
+    "--watchdog", "Abort the command and start it again after this long without a sign of life; 0: never.", default=20.0
 )
 @options.seconds(
     "--start-timeout", "Abort and start it again if it is not ready after this long; 0: never.", default=300.0
 )
 @options.seconds(
-    "--stop-timeout",
-    "Kill it if it has neither ended nor asked for more time after this long; 0: never.",
-    default=30.0,
+    "--stop-timeout", "Kill it if it has neither ended nor asked for more time after this long; 0: never.", default=30.0
 )
 @click.option(
     "--descriptors",

@@ -63,10 +63,7 @@ OTHER_WORDS = {
 }
 """Hints for words that are commands of other programs, and resemble none here that does the same."""
 
-HANDLED_LATER = {
-    "serve": frozenset({signal.SIGHUP, signal.SIGUSR1}),
-    "keep": signals.HELD,
-}
+HANDLED_LATER = {"serve": frozenset({signal.SIGHUP, signal.SIGUSR1}), "keep": signals.HELD}
 """Signals that a subcommand unblocks itself, once it has handlers for them."""
 
 

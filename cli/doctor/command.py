@@ -249,11 +249,7 @@ async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:
 
 
 def examine_machine(
-    directory: Path,
-    root: Path = Path("/"),
-    environ: Mapping[str, str] = os.environ,
-    *,
-    patience: float = ANSWER,
+    directory: Path, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, *, patience: float = ANSWER
 ) -> HostFacts:
     """Look at the machine, and at the broker of ``directory``. Files are those under ``root``."""
     # A line like ``NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03 …``.

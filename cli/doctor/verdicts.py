@@ -86,10 +86,7 @@ REFUSALS = {
         "the operating system refused the driver a system call or a device file",
         "see which device files in /dev/nvidia* this user may open, and what a seccomp profile or cgroup forbids",
     ),
-    "CUDA_ERROR_MAP_FAILED": (
-        "the driver could not map it, for which NVIDIA names no cause",
-        _UNMAPPED,
-    ),
+    "CUDA_ERROR_MAP_FAILED": ("the driver could not map it, for which NVIDIA names no cause", _UNMAPPED),
     "CUDA_ERROR_TOO_MANY_PEERS": (
         "the device has as many peers as it can have: 8 on systems without NVSwitch, by NVIDIA's pages",
         "end programs that have access from it to other devices, or hide devices with CUDA_VISIBLE_DEVICES",

@@ -31,6 +31,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from cubroker.client import Broker, digests
+from cubroker.client.transport.handshake import CREDENTIALS
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import readable
 from cubroker.integrations.cluster.identity import Account
@@ -51,9 +52,6 @@ from cubroker.protocol.messages import IPC
 from cubroker.protocol.status import PoolInfo
 
 log = logging.getLogger(__name__)
-
-CREDENTIALS = struct.Struct("iII")
-"""``struct ucred``: pid, uid and gid."""
 
 SO_PEERGROUPS = 59
 """The groups of the process at the other end (asm-generic/socket.h; Python does not name it)."""

@@ -136,22 +136,8 @@ def follow(
     """Fetch every new version of a pool as it is published at a source, without end; yields what was fetched.
 
     If versions are published faster than they can be fetched, only the last of them is fetched. If a source cannot be
-    reached, another one is followed, and the first is tried again. Arguments are those of :func:`fetch`.
-
-    Args:
-        name: the pool, at the sources and here.
-        sources: the hosts that may have it.
-        directory: that of this host's broker.
-        certificates: the folder with this host's certificate.
-        devices: each gets a copy.
-        share: how the memory is shared here.
-        mode: who may attach.
-        durable: whether the versions outlive the broker.
-        width: the most sources to read from at the same time.
-        patience: seconds after which a source that delivers nothing is given up.
-        connect_timeout: seconds to wait for this host's broker to open each session.
-        progress: called with bytes that are there and bytes in all.
-        failed: called with every temporary error: a source cannot be reached, or there is no room for the moment.
+    reached, another one is followed, and the first is tried again. Arguments are those of :func:`fetch`; ``failed`` is
+    called with every temporary error: a source cannot be reached, or there is no room for the moment.
 
     Raises:
         Denied: a side rejects the other's certificate, or this user may not publish here.

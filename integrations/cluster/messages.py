@@ -262,7 +262,7 @@ class Serve(PeerMessage, frozen=True):
 
 
 class Order(Struct, frozen=True):
-    """What a process is to fetch, and where to."""
+    """What a process is to fetch, and where to: arguments of :func:`cubroker.integrations.cluster.fetch.fetch`."""
 
     name: str
     #: As :func:`~cubroker.integrations.cluster.connection.parse` accepts them.
@@ -270,7 +270,6 @@ class Order(Struct, frozen=True):
     certificates: str
     #: 0: the current one.
     version: int = 0
-    #: None: where clients find the broker.
     directory: str | None = None
     #: By UUID or ordinal; None: the first one.
     devices: tuple[str | int, ...] | None = None
@@ -282,13 +281,9 @@ class Order(Struct, frozen=True):
     owners: tuple[int, ...] = ()
     #: Whether a current version with the same bytes is enough.
     if_changed: bool = False
-    #: Seconds to wait for a source with room, for room here, and for other writers.
     wait: float = 0.0
-    #: The most sources to read from at the same time.
     width: int = WIDTH
-    #: Seconds for which a source may deliver nothing, and the fetch continues without any source.
     patience: float = PATIENCE
-    #: Seconds to wait for the broker to open the session; None: the default of :class:`cubroker.Broker`.
     connect_timeout: float | None = None
     #: The address of the source that defines which version is fetched; empty: the first source that has it.
     leader: str = ""
