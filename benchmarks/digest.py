@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness import SHARES, beside_broker, one_allocation, run_alone, seconds
 from benchmarks.options import Plan
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, rate, ratio
 from cubroker.client import Broker
 
 POOL = "weights"
@@ -23,15 +23,13 @@ def measure(plan: Plan) -> list[Figure]:
     """Measure."""
     figures: list[Figure] = []
     for share in SHARES:
-        times = beside_broker(plan.devices, take_turns, share, plan.nbytes)
-        copied, digested, checked = ([plan.nbytes / taken / 1e9 for taken in each] for each in times)
+        copied, digested, checked = beside_broker(plan.devices, take_turns, share, plan.nbytes)
         what = f"one allocation of {plan.nbytes / 1e9:g} GB"
-        ratios = [b / a for a, b in zip(copied, digested, strict=True)]
         figures += [
-            median(f"{share}: copy within the device", copied, "GB/s", what),
-            median(f"{share}: digest of the same bytes", digested, "GB/s", what),
-            median(f"{share}: digest ÷ copy", ratios, "", "of each pair of rounds"),
-            median(f"{share}: check()", checked, "GB/s", what),
+            rate(f"{share}: copy within the device", plan.nbytes, copied, what),
+            rate(f"{share}: digest of the same bytes", plan.nbytes, digested, what),
+            ratio(f"{share}: digest ÷ copy", copied, digested, "of each pair of rounds"),
+            rate(f"{share}: check()", plan.nbytes, checked, what),
         ]
     return figures
 

@@ -31,11 +31,10 @@ from benchmarks import model_weights
 from benchmarks.harness import SHARES, one_allocation, run_alone, seconds, serving
 from benchmarks.options import Plan
 from benchmarks.replicate import direct, plain_copy
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, rate, ratio
 from cubroker import driver
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
-from cubroker.integrations.cluster import identity
 from cubroker.integrations.cluster.fetch import fetch
 from cubroker.server.hardening import python_command
 
@@ -81,6 +80,8 @@ def measure(plan: Plan) -> list[Figure]:
     if find_spec("nixl_cu13") is None and find_spec("nixl") is None:
         return []
     if not plan.gpu:
+        if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+            return []
         single = [figure for name, nbytes in LINKS.items() for figure in _over_link(name, nbytes)]
         return [*single, *_together(*TOGETHER)]
     plan = replace(plan, nbytes=min(plan.nbytes, MOST))
@@ -90,33 +91,37 @@ def measure(plan: Plan) -> list[Figure]:
 # -- over a link ---------------------------------------------------------------------------------------
 
 
-def _over_link(name: str, nbytes: int) -> list[Figure]:
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        return []
-    from tests import cluster  # whose hosts are namespaces
+@contextmanager
+def _hosts(count: int, name: str, nbytes: int) -> Iterator[Sequence[Host]]:
+    """Yield hosts that are namespaces, with links of this rate; the first of them has a pool, and exports it."""
+    from tests import cluster
 
-    rate = name.removesuffix("/s").replace(" ", "").lower()
-    bounds, reads = [], []
+    limit = name.removesuffix("/s").replace(" ", "").lower()
     with (
         tempfile.TemporaryDirectory() as folder,
-        cluster.network(2, Path(folder), rate=rate, devices="host:1@2GiB") as (one, two),
+        cluster.network(count, Path(folder), rate=limit, devices="host:1@2GiB") as hosts,
     ):
-        with Broker(one.broker.directory) as broker, broker.create(POOL, one_allocation(nbytes)) as draft:
+        with Broker(hosts[0].broker.directory) as broker, broker.create(POOL, one_allocation(nbytes)) as draft:
             draft.seal(digest=True)
-        with one.exporting():
-            for number in range(1 + ROUNDS):
-                bound = _stream(one, two, nbytes)
-                done = two.fetch(POOL, "--from", one.address)
-                if not isinstance(done, dict):
-                    raise RuntimeError(f"the fetch failed: {done}")
-                if number:
-                    bounds.append(nbytes / bound / 1e9)
-                    reads.append(nbytes / done["read_seconds"] / 1e9)
-    what = f"{nbytes / 1e9:.3g} GB"
+        with hosts[0].exporting():
+            yield hosts
+
+
+def _over_link(name: str, nbytes: int) -> list[Figure]:
+    bounds, reads = [], []
+    with _hosts(2, name, nbytes) as (one, two):
+        for number in range(1 + ROUNDS):
+            bound = _stream(one, two, nbytes)
+            done = two.fetch(POOL, "--from", one.address)
+            if not isinstance(done, dict):
+                raise RuntimeError(f"the fetch failed: {done}")
+            if number:
+                bounds.append(bound)
+                reads.append(done["read_seconds"])
     return [
-        median(f"{name}: a stream through a socket", bounds, "GB/s", what),
-        median(f"{name}: fetch, while bytes come", reads, "GB/s", "connecting, digests"),
-        median(f"{name}: fetch ÷ stream", [b / a for a, b in zip(bounds, reads, strict=True)], "", "of each pair"),
+        rate(f"{name}: a stream through a socket", nbytes, bounds, f"{nbytes / 1e9:.3g} GB"),
+        rate(f"{name}: fetch, while bytes come", nbytes, reads, "connecting, digests"),
+        ratio(f"{name}: fetch ÷ stream", bounds, reads, "of each pair"),
     ]
 
 
@@ -135,28 +140,14 @@ def _stream(one: Host, two: Host, nbytes: int) -> float:
 
 def _together(name: str, nbytes: int) -> list[Figure]:
     """Have three hosts fetch at the same time from a fourth one."""
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        return []
-    from tests import cluster  # whose hosts are namespaces
-
-    rate = name.removesuffix("/s").replace(" ", "").lower()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     sent: dict[bool, list[float]] = {False: [], True: []}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        cluster.network(4, Path(folder), rate=rate, devices="host:1@1GiB") as (
-            one,
-            *others,
-        ),
-    ):
-        with Broker(one.broker.directory) as broker, broker.create(POOL, one_allocation(nbytes)) as draft:
-            draft.seal(digest=True)
-        with one.exporting():
-            for _ in range(ROUNDS):
-                for passing_on in (False, True):
-                    before = one.sent()
-                    seconds[passing_on].append(_fetched(one, others, passing_on=passing_on))
-                    sent[passing_on].append((one.sent() - before) / nbytes)
+    with _hosts(4, name, nbytes) as (one, *others):
+        for _ in range(ROUNDS):
+            for passing_on in (False, True):
+                before = one.sent()
+                seconds[passing_on].append(_fetched(one, others, passing_on=passing_on))
+                sent[passing_on].append((one.sent() - before) / nbytes)
     what = f"{nbytes / 1e9:.3g} GB to three hosts, processes started, everything included"
     ways = {False: "only the first host exports", True: "each passes on what it has"}
     at_once = f"{name}, three hosts at once"
@@ -188,13 +179,15 @@ def _fetched(one: Host, others: Sequence[Host], *, passing_on: bool) -> float:
 
 
 def _between_gpus(plan: Plan, share: str) -> list[Figure]:
+    from cubroker.integrations.cluster import certificates
+
     last = f"cuda:{len(driver.load(plan.devices).devices) - 1}"
     tensors = model_weights.tensors(plan.nbytes)
     with ExitStack() as undo:
         source, target = (undo.enter_context(serving(devices)) for devices in ("cuda:0", last))
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
-        identity.make_authority(folder / "authority")
-        identity.issue(folder / "authority", folder / "host", "root", [HOST])
+        certificates.make_authority(folder / "authority")
+        certificates.issue(folder / "authority", folder / "host", "root", [HOST])
         with model_weights.in_memory(tensors) as path, Broker(source.directory) as broker:
             load(broker, POOL, path, share=share, digest=True)
         address = undo.enter_context(_exporting(source.directory, folder / "host"))
@@ -211,12 +204,12 @@ def _between_gpus(plan: Plan, share: str) -> list[Figure]:
                 continue
             bounds.append(bound)
             whole.append(took)
-            reads.append(done.nbytes / done.read_seconds / 1e9)
+            reads.append(done.read_seconds * plan.nbytes / done.nbytes)
     what = f"{plan.nbytes / 1e9:g} GB, cuda:0 to {last}"
     return [
-        median(f"{share}: plain copy between the devices", bounds, "GB/s", what),
-        median(f"{share}: fetch, while bytes come", reads, "GB/s", "connecting, memory registered, digests"),
-        median(f"{share}: fetch ÷ plain copy", [b / a for a, b in zip(bounds, reads, strict=True)], "", "of each pair"),
+        rate(f"{share}: plain copy between the devices", plan.nbytes, bounds, what),
+        rate(f"{share}: fetch, while bytes come", plan.nbytes, reads, "connecting, memory registered, digests"),
+        ratio(f"{share}: fetch ÷ plain copy", bounds, reads, "of each pair"),
         median(f"{share}: fetch(), the whole call", whole, "s", "a process started, the draft, reading, digests, seal"),
     ]
 
@@ -236,12 +229,12 @@ def _exporting(directory: Path, folder: Path) -> Iterator[str]:
 
 
 def _plain_copy(plan: Plan) -> float:
-    """Return the rate of a plain copy from the first device to the last, which has direct access to it."""
+    """Return the seconds of a plain copy from the first device to the last, which has direct access to it."""
     opened = driver.load(plan.devices)
     first, last = (opened.context(opened.devices[at].index) for at in (0, -1))
     with direct(opened, last, first), plain_copy(first, last, plan.nbytes) as copy:
         copy()
-        return plan.nbytes / seconds(copy) / 1e9
+        return seconds(copy)
 
 
 if __name__ == "__main__":

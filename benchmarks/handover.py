@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks import harness, model_weights
 from benchmarks.harness import Child, run_alone, serving
 from benchmarks.options import Plan
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, ratio
 from cubroker.client import Broker
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ def measure(plan: Plan) -> list[Figure]:
             worker.answer()
             times: list[tuple[float, float]] = trainer.answer()
     ours, theirs = ([each * 1e3 for each in row] for row in zip(*times[WARM:], strict=True))
-    ratios = [bound / each for each, bound in zip(ours, theirs, strict=True)]
     return [
         median("publish() to switched in a worker", ours, "ms", f"vmm, {what}"),
         median("torch IPC, two buckets: into a worker's parameters", theirs, "ms", what),
-        median("torch IPC ÷ publish() to switched", ratios, "", "of each pair"),
+        ratio("torch IPC ÷ publish() to switched", theirs, ours, "of each pair"),
     ]
 
 

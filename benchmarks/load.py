@@ -6,7 +6,7 @@ other. The first load of each process is distinguished from those that follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from benchmarks import model_weights, peer_loaders
 from benchmarks.harness import answer_of, beside_broker, first_context, run_alone, seconds
 from benchmarks.options import Plan
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, rate
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
 from cubroker.protocol.messages import AUTO, IPC
@@ -50,34 +50,33 @@ def measure(plan: Plan) -> Iterator[Figure]:
     with model_weights.in_memory(tensors) as path:
         runs = _runs(plan, path, size, AUTO)
         firsts, later = [run[0] for run in runs], [turn for run in runs for turn in run[1:]]
-        rates = [size / turn.whole / 1e9 for turn in later]
         yield from _of_turns(firsts, later, size, f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}")
         by_handle = [turn for run in _runs(plan, path, size, IPC) for turn in run[1:]]
-        yield median("ipc: load ÷ pinned buffer: all of it", (t.pinned / t.whole for t in by_handle), "", PAIRS, "more")
+        yield of_bound("ipc: load ÷ pinned buffer: all of it", by_handle, PAIRS)
         others = _others(plan, path, size, tensors[0][0])
     yield from others.values()
     for title, other in others.items():
         if other.value:
-            yield Figure(f"load ÷ {title}: all of it", middle(rates) / other.value, "", "of the medians", better="more")
+            ours = size / middle(turn.whole for turn in later) / 1e9
+            yield Figure(f"load ÷ {title}: all of it", ours / other.value, "", "of the medians", better="more")
 
 
 def _of_turns(firsts: list[Turn], later: list[Turn], size: int, where: str) -> Iterator[Figure]:
-    yield median("pinned host buffer to device", (size / turn.pinned / 1e9 for turn in firsts + later), "GB/s")
-    yield median("load: reading and copying", (size / turn.copying / 1e9 for turn in later), "GB/s", where)
-    yield median(
-        "load: all of it, to the published version",
-        (size / turn.whole / 1e9 for turn in later),
-        "GB/s",
-        "with pinning, clearing, sealing",
-    )
-    yield median("load: all of it", (turn.whole for turn in later), "s")
+    whole, note = [turn.whole for turn in later], "with pinning, clearing, sealing"
+    yield rate("pinned host buffer to device", size, (turn.pinned for turn in firsts + later))
+    yield rate("load: reading and copying", size, (turn.copying for turn in later), where)
+    yield rate("load: all of it, to the published version", size, whole, note)
+    yield median("load: all of it", whole, "s")
     yield median("load: all of it, first call of a process", (turn.whole for turn in firsts), "s", "the context is up")
-    ratio = "load ÷ pinned buffer"
-    yield median(f"{ratio}: reading and copying", (t.pinned / t.copying for t in later), "", PAIRS, "more")
-    yield median(f"{ratio}: all of it", (t.pinned / t.whole for t in later), "", PAIRS, "more")
-    yield median(
-        f"{ratio}: all of it, first call of a process", (t.pinned / t.whole for t in firsts), "", PAIRS, "more"
-    )
+    title = "load ÷ pinned buffer"
+    yield median(f"{title}: reading and copying", (turn.pinned / turn.copying for turn in later), "", PAIRS, "more")
+    yield of_bound(f"{title}: all of it", later, PAIRS)
+    yield of_bound(f"{title}: all of it, first call of a process", firsts, PAIRS)
+
+
+def of_bound(what: str, turns: Sequence[Turn], note: str = "") -> Figure:
+    """Return which part of the pinned copy's rate whole loads have."""
+    return median(what, (turn.pinned / turn.whole for turn in turns), "", note, "more")
 
 
 PAIRS = "of each load and the copy before it"
@@ -85,7 +84,7 @@ PAIRS = "of each load and the copy before it"
 
 def _runs(plan: Plan, path: Path, size: int, share: str) -> list[list[Turn]]:
     return [
-        beside_broker(plan.devices, take_turns, plan.devices, path, size, share, number == 0)
+        beside_broker(plan.devices, take_turns, plan.devices, path, size, 1 + LATER, share, number == 0)
         for number in range(PROCESSES)
     ]
 
@@ -94,22 +93,29 @@ def _others(plan: Plan, path: Path, size: int, expected: str) -> dict[str, Figur
     if plan.gpu:
         return dict(peer_loaders.measure_each([path], size, expected))
     times: list[float] = answer_of(load_bytes_by_safetensors, path)
-    return {"safetensors": median("safetensors load(bytes of the file)", (size / t / 1e9 for t in times), "GB/s")}
+    return {"safetensors": rate("safetensors load(bytes of the file)", size, times)}
 
 
 def take_turns(
-    connection: Connection, directory: Path, devices: str, path: Path, size: int, share: str, check: bool
+    connection: Connection,
+    directory: Path,
+    devices: str,
+    paths: Path | Sequence[Path],
+    size: int,
+    count: int,
+    share: str = AUTO,
+    check: bool = True,
 ) -> None:
-    """In a child: send each turn; the first one has the process's first load."""
+    """In a child: send each turn; the first one has the process's first load, which is checked."""
     turns = []
     with Broker(directory) as broker, pinned_copy(devices, size) as copy:
         copy()
-        for number in range(1 + LATER):
+        for number in range(count):
             pinned = seconds(copy)
-            loaded = load(broker, POOL, path, share=share)
+            loaded = load(broker, POOL, paths, share=share)
             turns.append(Turn(pinned, loaded.seconds, loaded.copy_seconds))
             if check and not number:
-                model_weights.check(broker, POOL, path)
+                model_weights.check(broker, POOL, paths)
             retire(broker, POOL)
     connection.send(turns)
 

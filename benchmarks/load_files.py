@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks import model_weights
 from benchmarks.harness import beside_broker, run_alone, seconds
-from benchmarks.load import POOL, Turn, pinned_copy, retire
+from benchmarks.load import POOL, Turn, of_bound, retire, take_turns
 from benchmarks.options import Plan
-from benchmarks.report import Figure, absent, median
+from benchmarks.report import Figure, absent, rate, ratio
 from cubroker import driver
 from cubroker.client import Broker
 from cubroker.client.loading.loader import load
@@ -50,15 +50,10 @@ def measure(plan: Plan) -> Iterator[Figure]:
     )
     for title, size, count in shapes:
         with checkpoint(size, count) as (paths, total):
-            turns: list[Turn] = beside_broker(plan.devices, take_turns, plan.devices, paths, total)
-            what = f"{title} of {total / count / 1e9:.3g} GB in memory"
-            note = f"{less}{paths[0].parents[1]}"
-            yield median(
-                f"load of {title}: all of it", (total / t.whole / 1e9 for t in turns), "GB/s", f"{what}; {note}"
-            )
-            yield median(
-                f"load of {title} ÷ pinned buffer: all of it", (t.pinned / t.whole for t in turns), "", "", "more"
-            )
+            turns: list[Turn] = beside_broker(plan.devices, take_turns, plan.devices, paths, total, 1 + ROUNDS)[1:]
+            note = f"{title} of {total / count / 1e9:.3g} GB in memory; {less}{paths[0].parents[1]}"
+            yield rate(f"load of {title}: all of it", total, (turn.whole for turn in turns), note)
+            yield of_bound(f"load of {title} ÷ pinned buffer: all of it", turns)
     yield from _cold(plan, nbytes // COLD_PART)
 
 
@@ -67,10 +62,8 @@ def _fitting(plan: Plan) -> int:
     device = driver.load(plan.devices).devices[0].total
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     disk = shutil.disk_usage(tempfile.gettempdir()).free
-    limit = min(
-        device * 9 // 20, disk * 2 // 3, memory // 2 if plan.gpu else memory // 4
-    )  # a pinned copy takes as much
-    return min(plan.nbytes, limit)
+    # A pinned copy takes as much.
+    return min(plan.nbytes, device * 9 // 20, disk * 2 // 3, memory // 2 if plan.gpu else memory // 4)
 
 
 @contextmanager
@@ -87,20 +80,6 @@ def checkpoint(nbytes: int, files: int, *, on_disk: bool = False) -> Iterator[tu
         yield paths, total
 
 
-def take_turns(connection: Connection, directory: Path, devices: str, paths: Sequence[Path], size: int) -> None:
-    """In a child: send each turn of a pinned copy and a load."""
-    turns = []
-    with Broker(directory) as broker, pinned_copy(devices, size) as copy:
-        for number in range(1 + ROUNDS):
-            pinned = seconds(copy)
-            loaded = load(broker, POOL, paths)
-            turns.append(Turn(pinned, loaded.seconds, loaded.copy_seconds))
-            if not number:
-                model_weights.check(broker, POOL, paths)
-            retire(broker, POOL)
-    connection.send(turns[1:])
-
-
 # -- files that are not in the page cache ----------------------------------------------------------------
 
 
@@ -114,18 +93,14 @@ def _cold(plan: Plan, nbytes: int) -> list[Figure]:
         try:
             bound, how = _best_direct(paths, total)
         except OSError as error:
-            return [
-                absent(f"{title}: all of it", f"{paths[0].parent.parent} cannot be read past the page cache: {error}")
-            ]
-        pairs: list[tuple[float, float]] = beside_broker(plan.devices, load_cold, paths, how)
-    where = f"{total / 1e9:.3g} GB, {paths[0].parents[1]}"
-    rates = [total / direct / 1e9 for direct, _ in pairs]
+            why = f"{paths[0].parent.parent} cannot be read past the page cache: {error}"
+            return [absent(f"{title}: all of it", why)]
+        direct, took = zip(*beside_broker(plan.devices, load_cold, paths, how), strict=True)
+    note = f"{how[0]} threads, {how[1] >> 20} MiB; at best {bound:.3g}"
     return [
-        median(
-            "reading past the page cache", rates, "GB/s", f"{how[0]} threads, {how[1] >> 20} MiB; at best {bound:.3g}"
-        ),
-        median(f"{title}: all of it", (total / took / 1e9 for _, took in pairs), "GB/s", where),
-        median(f"{title} ÷ reading past the page cache", (direct / took for direct, took in pairs), "", "", "more"),
+        rate("reading past the page cache", total, direct, note),
+        rate(f"{title}: all of it", total, took, f"{total / 1e9:.3g} GB, {paths[0].parents[1]}"),
+        ratio(f"{title} ÷ reading past the page cache", direct, took, better="more"),
     ]
 
 

@@ -19,7 +19,7 @@ from time import sleep
 from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, run_alone, seconds
 from benchmarks.options import Plan
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, rate, ratio
 from cubroker.client import Broker
 from cubroker.driver import Context
 from cubroker.protocol import Layout
@@ -59,12 +59,11 @@ def _published(plan: Plan, share: str, about: int, *, brief: bool) -> list[Figur
     if brief:
         return figures
     names = "plain copy on the device", "copying the tensors", "publish() of torch tensors", "publish() of a pool"
-    rates = [[nbytes / each / 1e9 for each in row] for row in times]
-    figures += [median(f"{share}: {name}", row, "GB/s", what) for name, row in zip(names, rates, strict=True)]
-    for name, row in zip(names[1:], rates[1:], strict=True):
-        ratios = [ours / bound for ours, bound in zip(row, rates[0], strict=True)]
-        figures.append(median(f"{share}: {name} ÷ plain copy", ratios, "", "of each pair of rounds"))
-    return figures
+    figures += [rate(f"{share}: {name}", nbytes, row, what) for name, row in zip(names, times, strict=True)]
+    return figures + [
+        ratio(f"{share}: {name} ÷ plain copy", times[0], row, "of each pair of rounds")
+        for name, row in zip(names[1:], times[1:], strict=True)
+    ]
 
 
 def publish_by_turns(connection: Connection, directory: Path, tensors: model_weights.Tensors, share: str) -> None:

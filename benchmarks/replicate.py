@@ -17,7 +17,7 @@ from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, one_allocation, run_alone, seconds
 from benchmarks.load import retire
 from benchmarks.options import Plan, neighbours
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, rate, ratio
 from cubroker.client import Broker, Draft
 from cubroker.client.loading.loader import load
 from cubroker.driver import Context, Driver
@@ -43,13 +43,11 @@ def measure(plan: Plan) -> list[Figure]:
 
 def _replication(plan: Plan, pair: tuple[str, str], share: str) -> list[Figure]:
     plain, ours = beside_broker(plan.devices, copy_by_turns, pair, share, plan.nbytes)
-    rates = [[plan.nbytes / seconds / 1e9 for seconds in times] for times in (plain, ours)]
-    ratios = [b / a for a, b in zip(*rates, strict=True)]
     what = f"{plan.nbytes / 1e9:g} GB"
     return [
-        median(f"{share}: plain copy to a second device", rates[0], "GB/s", what),
-        median(f"{share}: from a draft's first replica to its second", rates[1], "GB/s", what),
-        median(f"{share}: replica ÷ plain copy", ratios, "", "of each pair of rounds"),
+        rate(f"{share}: plain copy to a second device", plan.nbytes, plain, what),
+        rate(f"{share}: from a draft's first replica to its second", plan.nbytes, ours, what),
+        ratio(f"{share}: replica ÷ plain copy", plain, ours, "of each pair of rounds"),
     ]
 
 
@@ -118,19 +116,9 @@ def _loads(plan: Plan, path: Path, share: str, tensors: model_weights.Tensors) -
         median(f"{share}: whole load to one device", single, "s", what),
         median(f"{share}: whole load to {devices} devices", spread, "s", what),
         median(f"{share}: whole load, sharded over {devices} devices by plan", sharded, "s", what),
-        median(
-            f"{share}: load to {devices} devices ÷ to one",
-            (b / a for a, b in zip(single, spread, strict=True)),
-            "",
-            pairs,
-            "less",
-        ),
-        median(
-            f"{share}: rate of a load that is sharded over {devices} devices ÷ to one",
-            (a / b for a, b in zip(single, sharded, strict=True)),
-            "",
-            pairs,
-            "more",
+        ratio(f"{share}: load to {devices} devices ÷ to one", spread, single, pairs, "less"),
+        ratio(
+            f"{share}: rate of a load that is sharded over {devices} devices ÷ to one", single, sharded, pairs, "more"
         ),
     ]
 

@@ -75,6 +75,16 @@ def median(what: str, samples: Iterable[float], unit: str, note: str = "", bette
     return Figure(what, statistics.median(values), unit, said, tuple(values), better)
 
 
+def rate(what: str, nbytes: int, times: Iterable[float], note: str = "") -> Figure:
+    """Return the median rate, in GB/s, of steps that each handle ``nbytes`` bytes in one of these times."""
+    return median(what, (nbytes / each / 1e9 for each in times), "GB/s", note)
+
+
+def ratio(what: str, above: Iterable[float], below: Iterable[float], note: str = "", better: str = "") -> Figure:
+    """Return the median of the quotients of pairs."""
+    return median(what, (one / other for one, other in zip(above, below, strict=True)), "", note, better)
+
+
 def percentile(what: str, part: float, samples: Iterable[float], unit: str, note: str = "") -> Figure:
     """Return the least sample that ``part`` of all samples do not exceed: the 99th percentile for 0.99."""
     values = sorted(samples)

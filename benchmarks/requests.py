@@ -19,7 +19,7 @@ import zmq
 
 from benchmarks.harness import Child, one_allocation, questions, run_alone, serving
 from benchmarks.options import Plan
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, ratio
 from cubroker.client import Broker
 from cubroker.protocol.messages import Attach, Attached, Close
 
@@ -53,13 +53,14 @@ def measure(plan: Plan) -> list[Figure]:
         for client in clients:
             client.answer()
         rates = [tuple(_rate(clients, kind) for kind in KINDS) for _ in range(1 + ROUNDS)][1:]
+    ours, kept, bare = zip(*rates, strict=True)
     note = f"{CLIENTS} clients, {WINDOW} each on their way"
     return [
-        median("attach and close through the broker", (ours for ours, _, _ in rates), "requests/s", note),
-        median("the same through a broker with a store", (kept for _, kept, _ in rates), "requests/s", note),
-        median("bare ROUTER echo, msgpack both ways", (bare for _, _, bare in rates), "requests/s", note),
-        median("broker ÷ echo", (ours / bare for ours, _, bare in rates), "", "of each three rounds"),
-        median("broker with a store ÷ without", (kept / ours for ours, kept, _ in rates), "", "of each three rounds"),
+        median("attach and close through the broker", ours, "requests/s", note),
+        median("the same through a broker with a store", kept, "requests/s", note),
+        median("bare ROUTER echo, msgpack both ways", bare, "requests/s", note),
+        ratio("broker ÷ echo", ours, bare, "of each three rounds"),
+        ratio("broker with a store ÷ without", kept, ours, "of each three rounds"),
     ]
 
 

@@ -14,7 +14,7 @@ from benchmarks import model_weights
 from benchmarks.harness import beside_broker, run_alone, seconds
 from benchmarks.load import POOL, pinned_copy
 from benchmarks.options import Plan
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, rate
 from cubroker.client import Broker
 from cubroker.client.loading import background_reads, copy
 from cubroker.client.loading.checkpoint import Checkpoint
@@ -41,12 +41,12 @@ def measure(plan: Plan) -> list[Figure]:
     with model_weights.in_memory(tensors) as path:
         pinned, times = beside_broker(plan.devices, take_turns, plan.devices, path, size)
     return [
-        median("pinned host buffer to device", (size / each / 1e9 for each in pinned), "GB/s"),
+        rate("pinned host buffer to device", size, pinned),
         *(
-            median(
+            rate(
                 f"{depth} x {chunk >> 20} MiB, in parts of {part >> 10} KiB: reading and copying",
-                (size / each / 1e9 for each in taken),
-                "GB/s",
+                size,
+                taken,
                 f"ready after {1e3 * min(ready):.3g} ms at best",
             )
             for (chunk, part, depth), (taken, ready) in times.items()

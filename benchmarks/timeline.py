@@ -22,20 +22,26 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
-from typing import NamedTuple
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 from benchmarks import harness, model_weights
+from benchmarks import spans as measured
 from benchmarks.load import POOL, retire
 from benchmarks.options import DEFAULT_SIZES, byte_count
 from cubroker.client import Broker
+from cubroker.client.devices import context
+from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import load
 from cubroker.server.hardening import python_command
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 100
 """Columns of the drawing."""
+
+LOADS = "--several-loads"
+"""The first argument of the process that loads several times."""
 
 MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -57,6 +63,9 @@ class Span(NamedTuple):
 
 def main() -> None:
     """Take the spans of one load and draw them."""
+    if sys.argv[1:2] == [LOADS]:
+        _load_several(*sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline")
     parser.add_argument("--devices", default="cuda", help="cuda, cuda:0 or host:2 (default: cuda)")
     parser.add_argument("--size", type=byte_count, help="of the file, such as 8GB (default: 8GB on GPUs, 256MB else)")
@@ -86,15 +95,7 @@ def take(devices: str, path: Path, share: str = "auto", loads: int = 0, over: st
         with harness.serving(devices, before=("benchmarks.spans", str(files["broker"]))) as server:
             directory = str(server.directory)
             if loads:
-                inner = (
-                    "benchmarks.timeline_loads",
-                    directory,
-                    str(path),
-                    share,
-                    str(loads),
-                    over,
-                    str(files["client"]),
-                )
+                inner = ("benchmarks.timeline", LOADS, directory, str(path), share, str(loads), over)
             else:
                 inner = ("cubroker", "--directory", directory, "load", POOL, str(path), "--share", share)
                 with Broker(directory) as broker:  # so that the broker's own context is up
@@ -112,6 +113,31 @@ def take(devices: str, path: Path, share: str = "auto", loads: int = 0, over: st
     else:
         raw.append(("client", "main", "interpreter", began, next(at for what, at in marks if what == "start")))
     return placed(raw, began, ended)
+
+
+def _load_several(directory: str, path: str, share: str, loads: str, over: str) -> None:
+    """In one process: load several times, and record when the last load begins and ends."""
+    with Broker(directory) as broker:
+        where = _destination(broker, Path(path), over)
+        for device in broker.driver.devices:
+            context(broker.driver, device)
+        for _ in range(int(loads)):
+            sleep(0.2)
+            began = perf_counter()
+            load(broker, POOL, path, share=share, **where)
+            ended = perf_counter()
+            retire(broker, POOL)
+    measured.spans += [("main", "begin", began, began), ("main", "end", ended, ended)]
+
+
+def _destination(broker: Broker, path: Path, over: str) -> dict[str, Any]:
+    """Return the devices of a load: the first one, all with a copy on each, or all with some of the layers each."""
+    devices = [device.uuid for device in broker.driver.devices]
+    if over == "sharded":
+        with Checkpoint.open(path) as checkpoint:
+            stages = model_weights.parts([(e.name, e.dtype, e.shape) for e in checkpoint.entries], len(devices))
+        return {"plan": {name: home for part, home in zip(stages, devices, strict=True) for name, _, _ in part}}
+    return {"devices": devices if over == "all" else devices[:1]}
 
 
 def placed(raw: Iterable[tuple[str, str, str, float, float]], began: float, ended: float) -> list[Span]:

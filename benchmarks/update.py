@@ -18,7 +18,7 @@ from benchmarks import model_weights
 from benchmarks.harness import SHARES, beside_broker, run_alone, seconds
 from benchmarks.options import Plan
 from benchmarks.publish import POOL, settle
-from benchmarks.report import Figure, median
+from benchmarks.report import Figure, median, ratio
 from cubroker.client import Broker
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ def measure(plan: Plan) -> list[Figure]:
         call = [each * 1e3 for each in whole]
         figures.append(median(f"{share}: publish() of all tensors, without a base: the call", call, "ms", what))
         for kind, row in zip(KINDS, times[1:], strict=True):
-            ratios = [update / other for update, other in zip(row, whole, strict=True)]
             figures.append(median(f"{share}: update, {kind}: the call", [each * 1e3 for each in row], "ms", what))
-            figures.append(median(f"{share}: update, {kind} ÷ publish() of all: time", ratios, "", what))
+            figures.append(ratio(f"{share}: update, {kind} ÷ publish() of all: time", row, whole, what))
         figures.append(median(f"{share}: update ÷ publish() of all: device memory", [taken / nbytes], "", what))
     return figures
 
