@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -263,17 +263,13 @@ class Child:
     def __init__(self, module: str, arguments: Sequence[str], log: Path) -> None:
         self._log = log
         self._role = log.stem
-        self._buffer = bytearray()
-        with log.open("wb") as errors:
+        self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile()
+        command, end = python_command(module, *arguments), theirs.fileno()
+        with theirs, log.open("wb") as errors:
             # A session of its own: Ctrl-C reaches the demo alone, which then ends its children in the right order.
             self._process = subprocess.Popen(  # noqa: S603
-                python_command(module, *arguments),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=_environment(),
-                bufsize=0,
-                start_new_session=True,
+                command, stdin=end, stdout=end, stderr=errors, env=_environment(), start_new_session=True
             )
 
     @property
@@ -304,26 +300,22 @@ class Child:
 
     def send(self, question: str) -> None:
         """Send a question without waiting for the answer."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{question}\n".encode())
-        except BrokenPipeError:
+            self._socket.sendall(f"{question}\n".encode())
+        except ConnectionError:
             raise self._ended() from None
 
     def line(self, within: float = PATIENCE) -> str:
         """Return the next line of the child's output; raises as :meth:`ask` does."""
-        assert self._process.stdout is not None
-        deadline = monotonic() + within
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))
-            if not ready:
-                raise TimedOut(f"{self._role} (pid {self.pid}) has not answered for {within:.0f} s")
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece:
-                raise self._ended()
-            self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line.decode()
+        self._socket.settimeout(within)
+        try:
+            if line := self._answers.readline():
+                return line
+        except TimeoutError:
+            raise TimedOut(f"{self._role} (pid {self.pid}) has not answered for {within:.0f} s") from None
+        except ConnectionError:
+            pass
+        raise self._ended()
 
     def kill(self) -> None:
         """Kill the process with SIGKILL and wait for its end."""
@@ -332,8 +324,7 @@ class Child:
 
     def leave(self) -> None:
         """Close the child's input and give it 10 s to end on its own."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._socket.shutdown(socket.SHUT_WR)
         self._wait(10)
 
     def terminate(self) -> None:
@@ -342,14 +333,13 @@ class Child:
         self._wait(10)
 
     def close(self) -> None:
-        """Kill the child and its own children, if it has not ended, and close its pipes."""
+        """Kill the child and its own children, if it has not ended, and close the connection to it."""
         if self._process.poll() is None:
             # It was not waited for, so the group is still its own.
             os.killpg(self.pid, signal.SIGKILL)
             self._wait(PATIENCE)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._answers.close()
+        self._socket.close()
 
     def _wait(self, seconds: float) -> None:
         with suppress(subprocess.TimeoutExpired):
