@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 
-from cubroker.client import Broker, digests
+from cubroker.client import Broker, Draft, digests
 from cubroker.client.transport.handshake import CREDENTIALS
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import readable
 from cubroker.integrations.cluster.identity import Account
 from cubroker.integrations.cluster.messages import MAX_ANNOUNCE, NEWS, Announce, Available, DraftContent, Going
-from cubroker.integrations.cluster.striping import Runs
+from cubroker.integrations.cluster.striping import Runs, piece_size
 from cubroker.protocol.errors import (
     CubrokerError,
     Denied,
@@ -109,29 +109,19 @@ class DraftAnnouncement:
 
     Args:
         broker: the broker that has the draft.
-        name: the pool.
-        version: the draft's number.
+        draft: the draft.
         sums: the digest that each allocation will have.
-        piece: bytes of the largest run.
         have: returns the runs that are there, as bits; any thread may call it.
         mode: the mode that the pool gets with this version; None: the pool keeps its mode.
     """
 
     def __init__(
-        self,
-        broker: Broker,
-        name: str,
-        version: int,
-        sums: Sequence[bytes],
-        piece: int,
-        have: Callable[[], int],
-        mode: int | None = None,
+        self, broker: Broker, draft: Draft, sums: Sequence[bytes], have: Callable[[], int], mode: int | None = None
     ) -> None:
         self._broker = broker
-        self._name = name
-        self._version = version
+        self._name, self._version = draft.name, draft.version
         self._sums = tuple(sums)
-        self._piece = piece
+        self._piece = piece_size(draft.layout.nbytes)
         self._have = have
         self._mode = mode
         self._over = Event()

@@ -51,7 +51,6 @@ from cubroker.integrations.cluster.source_thread import (
     Whole,
     Wrong,
 )
-from cubroker.integrations.cluster.striping import piece_size
 from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import Corrupted, CubrokerError, NotFound, Unavailable
 from cubroker.protocol.layout import Layout
@@ -139,9 +138,7 @@ class Fetch:
         """
         filling = Filling(draft, opened, self._order.patience, self._events.put)
         sums = [place.digest for place in opened.places]
-        piece = piece_size(draft.layout.nbytes)
-        mode = self._order.mode
-        announcement = DraftAnnouncement(broker, draft.name, draft.version, sums, piece, lambda: filling.have, mode)
+        announcement = DraftAnnouncement(broker, draft, sums, lambda: filling.have, self._order.mode)
         undo.callback(announcement.close)
         try:
             self._sources.fill(filling)

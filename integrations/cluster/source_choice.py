@@ -139,17 +139,13 @@ class SourceChoice:
         #: and when to choose if all of them have only parts.
         self._candidates: dict[SourceReader, _Wanted] = {}
         self._gathered = self._gathered_parts = 0.0
-        #: Sources that were told to open a version that they have only in part, with its number.
-        self._parts: dict[SourceReader, int] = {}
         #: The version's :func:`messages.content`, once it is known, and whether a source has opened the version.
         self._content: bytes | None = None
         self._opened = False
         self._filling: Filling | None = None
-        #: Sources that were told to open the version.
-        self._engaged: set[SourceReader] = set()
-        #: Sources that have opened it, and have the same bytes as the first one.
-        self._same: dict[int, SourceReader] = {}
-        #: Sources that were told to deliver bytes.
+        #: Sources that were told to open the version, and its number at those that have only a part of it.
+        self._engaged: dict[SourceReader, int | None] = {}
+        #: Sources that have opened it, and have the same bytes as the first one. Once there is a draft, they deliver.
         self.reading: dict[int, SourceReader] = {}
         self.used: dict[str, None] = {}
 
@@ -275,9 +271,7 @@ class SourceChoice:
             host = self._host(source)
             assert host
             if source in chosen[:room]:
-                self._engaged.add(source)
-                if wanted.partial:
-                    self._parts[source] = wanted.number
+                self._engaged[source] = wanted.number if wanted.partial else None
                 source.open(Open(self._order.name, wanted.number))
             else:
                 source.leave()
@@ -303,14 +297,14 @@ class SourceChoice:
             host.put_off(NotFound(f"its {self._order.name} differs from that of the first source"))
             return False
         self._content, self._opened, host.version = found, True, opened.version
-        self._same[event.source.number] = event.source
+        self.reading[event.source.number] = event.source
         if self._filling:
             self._begin(event.source, self._filling)
         return first
 
     def _refused(self, source: SourceReader, host: Host, error: CubrokerError) -> None:
         """Give up the part that a host was to open; if it was not a part, give up the host."""
-        part = self._parts.get(source)
+        part = self._engaged.get(source)
         self._dismiss(source)
         if part is None:
             host.exclude(error)
@@ -321,36 +315,31 @@ class SourceChoice:
     def _dismiss(self, source: SourceReader) -> None:
         """End a source, and remove it."""
         source.leave()
-        self._parts.pop(source, None)
         self.reading.pop(source.number, None)
         self._candidates.pop(source, None)
-        self._same.pop(source.number, None)
-        self._engaged.discard(source)
+        self._engaged.pop(source, None)
 
     def fill(self, filling: Filling) -> None:
         """Have all sources that have opened the version deliver it."""
         self._filling = filling
-        for source in self._same.values():
+        for source in self.reading.values():
             self._begin(source, filling)
 
     def _begin(self, source: SourceReader, filling: Filling) -> None:
-        self.reading[source.number] = source
         self.used[str(source.address)] = None
         source.read(filling)
 
     def lost(self, event: Lost) -> None:
         """Record that a host is gone: it may be asked again later, unless its error is permanent."""
-        host = self._host(event.source)
-        if host and isinstance(event.error, Denied | Invalid | Unsupported) and not isinstance(event.error, OwnHost):
-            self._refused(event.source, host, event.error)
+        error, host = event.error, self._host(event.source)
+        if host and isinstance(error, Denied | Invalid | Unsupported) and not isinstance(error, OwnHost):
+            self._refused(event.source, host, error)
             return
         self._dismiss(event.source)
-        if host is None:  # the source was given up before
-            return
-        if isinstance(event.error, OwnHost):
+        if host and isinstance(error, OwnHost):
             host.leave_out()
-        else:
-            host.put_off(event.error)
+        elif host:  # else the source was given up before
+            host.put_off(error)
 
     def distrust(self, numbers: set[int], error: CubrokerError) -> bool:
         """Stop reading from those of these sources that have only a part, until they have all; returns if any had."""
@@ -364,7 +353,7 @@ class SourceChoice:
 
     def drop(self, numbers: set[int], error: CubrokerError) -> bool:
         """Exclude sources, if others that have the whole version are left; returns whether there are such."""
-        if not any(source.whole for number, source in self._same.items() if number not in numbers):
+        if not any(source.whole for number, source in self.reading.items() if number not in numbers):
             return False
         for number in numbers:
             host = self._host_of[number]

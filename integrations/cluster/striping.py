@@ -210,11 +210,6 @@ class Striping:
         return sum(piece.nbytes for number, piece in enumerate(self._pieces[:runs]) if self._parted >> number & 1)
 
     @property
-    def sources(self) -> int:
-        """The number of sources."""
-        return len(self._sources)
-
-    @property
     def writing(self) -> set[int]:
         """The sources that have pieces under way."""
         return {number for number, source in self._sources.items() if source.flying}

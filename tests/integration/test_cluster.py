@@ -208,8 +208,8 @@ directory, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3], 8)
 sums = [bytes.fromhex(each) for each in sys.argv[4:]]
 layout = Layout.pack([("a", "U8", (size // 2,)), ("b", "U8", (size // 2,))], slab=size // 2)
 with Broker(directory) as broker, broker.create("m", layout, mode=mode) as draft:
-    piece = piece_size(size)
-    announcement = DraftAnnouncement(broker, "m", draft.version, sums, piece, lambda: (1 << size // piece) - 1, mode)
+    everything = (1 << size // piece_size(size)) - 1
+    announcement = DraftAnnouncement(broker, draft, sums, lambda: everything, mode)
     print(flush=True)
     sys.stdin.read()
     announcement.close()

@@ -80,9 +80,7 @@ class Fetching:
     def __init__(self, broker: Broker, draft: Draft, **options: Any) -> None:
         self.draft = draft
         self.have = 0
-        self.announcement = DraftAnnouncement(
-            broker, draft.name, draft.version, SUMS, UNIT, lambda: self.have, **options
-        )
+        self.announcement = DraftAnnouncement(broker, draft, SUMS, lambda: self.have, **options)
 
 
 @contextmanager

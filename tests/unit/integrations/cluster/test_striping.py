@@ -106,7 +106,7 @@ def test_pieces_go_to_the_source_that_has_room_in_their_order() -> None:
     assert (begin(this, 1), begin(this, 2), begin(this, 1)) == ([0, 1], [2, 3], [])
     assert not this.end(2, piece(2), 1.0)
     assert (begin(this, 1), begin(this, 2)) == ([], [4])
-    assert (this.nbytes, this.total, this.finished, this.sources) == (10, 80, False, 2)
+    assert (this.nbytes, this.total, this.finished) == (10, 80, False)
 
 
 def test_an_allocation_is_whole_with_its_last_piece() -> None:
@@ -130,7 +130,6 @@ def test_what_a_lost_source_has_not_brought_is_begun_again_by_another() -> None:
     assert (begin(this, 1), begin(this, 2)) == ([0, 1], [2, 3])
     this.end(1, piece(0), 1.0)
     this.lose(1)
-    assert this.sources == 1
     this.end(2, piece(2), 1.0)
     assert begin(this, 2, 1.0) == [1]
 
@@ -546,7 +545,6 @@ class AnyOrder(RuleBasedStateMachine):
     def counts(self) -> None:
         assert self.this.nbytes == sum(each.nbytes for each in self.there)
         assert self.this.finished == (len(self.there) == len(self.pieces))
-        assert self.this.sources == len(self.flying)
         written = {each for pieces in self.flying.values() for each in pieces}
         first = [each for each in self.pieces if each.replica == 0]
         there = {first[number][1:3] for number in range(len(first)) if self.this.have >> number & 1}
