@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from itertools import cycle
 from math import prod, sqrt
 from pathlib import Path
 
+from cubroker.cli.demo_weights import header
 from cubroker.client import Broker
 from cubroker.client.loading.verify import verify
 
@@ -89,15 +89,9 @@ def parts(of: Tensors, count: int) -> list[Tensors]:
 
 def write_file(path: Path, of: Tensors) -> None:
     """Write a safetensors file of random bytes: header size, header, tensors end to end."""
-    header: dict[str, object] = {}
-    end = 0
-    for name, dtype, shape in of:
-        start, end = end, end + 2 * prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    end = total(of)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header(of))
         # Each block begins with its offset, so that a check notices tensors that are mixed up.
         for number, block in zip(range(0, end, BLOCK), cycle([_noise()]), strict=False):
             piece = number.to_bytes(8, "little") + block[8:]

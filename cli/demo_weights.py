@@ -13,11 +13,12 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import BinaryIO
 
+from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Exists, about
 
 MODEL = "all-MiniLM-L6-v2"
@@ -85,7 +86,7 @@ def write(folder: Path, seed: int = 0) -> Path:
 
 
 def _fill(file: BinaryIO, random: Random) -> None:
-    file.write(_header())
+    file.write(header(tensors()))
     for _, dtype, shape in tensors():
         count = math.prod(shape)
         file.write(struct.pack(f"<{count}q", *range(count)) if dtype == "I64" else _floats(random, count))
@@ -109,14 +110,14 @@ def _exists(path: Path) -> Exists:
     return Exists(f"{path} is there already and is not replaced; name another folder, or delete it first")
 
 
-def _header() -> bytes:
+def header(entries: Iterable[Entry]) -> bytes:
     """Return the beginning of a safetensors file: the length of a JSON object, and the object, padded to 8 bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    found: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, dtype, shape in tensors():
-        begin, end = end, end + math.prod(shape) * (8 if dtype == "I64" else 4)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
+    for name, dtype, shape in entries:
+        begin, end = end, end + dtypes.nbytes(dtype, shape)
+        found[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(found).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

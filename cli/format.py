@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import re
 import shutil
 import sys
@@ -68,8 +70,6 @@ def count(number: int, noun: str) -> str:
 @cache
 def user(uid: int) -> str:
     """Return the name of a user, or the number if there is no name."""
-    import pwd
-
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -79,8 +79,6 @@ def user(uid: int) -> str:
 @cache
 def group(gid: int) -> str:
     """Return the name of a group, or the number if there is no name."""
-    import grp
-
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:

@@ -75,7 +75,8 @@ def _commands(group: click.Group, parent: click.Context) -> Iterator[str]:
         command = group.get_command(parent, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=parent, **command.context_settings)
-        arguments = [each.make_metavar(context) for each in command.get_params(context) if _is_argument(each)]
+        parameters = command.get_params(context)
+        arguments = [each.make_metavar(context) for each in parameters if isinstance(each, click.Argument)]
         if isinstance(command, click.Group):
             yield from _commands(command, context)
             continue
@@ -84,16 +85,12 @@ def _commands(group: click.Group, parent: click.Context) -> Iterator[str]:
         yield from _options(command, context, without="-h")
 
 
-def _is_argument(parameter: click.Parameter) -> bool:
-    return isinstance(parameter, click.Argument)
-
-
 def _options(command: click.Command, context: click.Context, without: str = "") -> Iterator[str]:
     for parameter in command.get_params(context):
         if without in parameter.opts:
             continue
         record = parameter.get_help_record(context)
-        if record is not None and not _is_argument(parameter):
+        if record is not None and not isinstance(parameter, click.Argument):
             names, text = record
             yield from (".TP", f".B {_roff(names)}", _roff(" ".join(text.split())))
 
