@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -197,17 +197,25 @@ def one_allocation(nbytes: int) -> Layout:
     return Layout.pack([("x", "U8", (nbytes,))])
 
 
-def run_alone(measure: Callable[[Plan], Iterable[Figure]]) -> None:
-    """Parse the command line, run one benchmark, and publish its figures under the module's name.
+def run(program: str, measures: Mapping[str, Callable[[Plan], Iterable[Figure]]]) -> None:
+    """Parse the command line, run benchmarks one after the other, and publish their figures together.
 
-    If the benchmark fails, or is interrupted, publish the figures that it has yielded.
+    If a benchmark fails, or is interrupted, publish the figures that it and those before it have yielded.
     """
-    name = Path(sys.argv[0]).stem
-    plan = parse(f"python -m benchmarks.{name}")
-    figures: list[Figure] = []
+    plan = parse(program)
+    results: dict[str, list[Figure]] = {}
     try:
-        figures.extend(measure(plan))
+        for name, measure in measures.items():
+            began, results[name] = perf_counter(), []
+            results[name].extend(measure(plan))
+            print(f"{name}: {perf_counter() - began:.1f} s", file=sys.stderr)
     finally:
-        status = publish(plan, {name: figures})
+        status = publish(plan, results)
     if status:
         sys.exit(status)
+
+
+def run_alone(measure: Callable[[Plan], Iterable[Figure]]) -> None:
+    """Run one benchmark, under the module's name."""
+    name = Path(sys.argv[0]).stem
+    run(f"python -m benchmarks.{name}", {name: measure})

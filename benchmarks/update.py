@@ -94,10 +94,10 @@ def _few(arrays: Mapping[str, torch.Tensor], most: float) -> dict[str, torch.Ten
     """Return projections of the first layers, up to ``most`` bytes, but at least one."""
     found: dict[str, torch.Tensor] = {}
     for name, array in arrays.items():
-        most -= array.numel() * array.element_size() if "v_proj" in name or "k_proj" in name else 0
-        if most < 0 and found:
-            break
         if "v_proj" in name or "k_proj" in name:
+            most -= array.numel() * array.element_size()
+            if most < 0 and found:
+                break
             found[name] = array
     return found
 
