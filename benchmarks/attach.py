@@ -48,7 +48,6 @@ TOGETHER = 0.1
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
     whole: dict[str, float] = {}

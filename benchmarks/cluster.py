@@ -105,7 +105,6 @@ class Outcome:
 
 
 def simulate(case: Case) -> Outcome:
-    """Run one simulation."""
     chance = Random(case.seed)
     pieces = list(cut([case.nbytes], [0], case.piece))
     drawn = chance.sample(range(1, case.hosts + 1), case.hosts)
@@ -176,7 +175,6 @@ def run(options: argparse.Namespace, cases: Mapping[str, Case], say: str) -> dic
 
 
 def figures(key: str, outcome: Outcome) -> list[Figure]:
-    """Return the figures of an outcome."""
     case = outcome.case
     percentiles = tuple(round(outcome.at(part / 100), 4) for part in range(1, 101)) if outcome.finished else ()
     note = f"pieces of {case.piece / 1e6:.0f} MB"
@@ -198,7 +196,6 @@ HEAD = (
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    """Return outcomes as Markdown."""
     rows = [HEAD]
     for key, each in outcomes.items():
         times = [each.at(0.5), each.at(0.99), each.at(1), each.last_sound]
@@ -273,7 +270,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(options: argparse.Namespace, about: str, text: str, results: Mapping[str, Mapping[str, Outcome]]) -> None:
-    """Write the tables and the figures."""
     options.output.mkdir(parents=True, exist_ok=True)
     found = {
         section: [

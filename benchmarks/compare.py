@@ -34,7 +34,6 @@ Document = Mapping[str, Any]
 
 
 def main() -> None:
-    """Compare two files of results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare")
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

@@ -16,7 +16,6 @@ ROUNDS = 5
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     created: list[float] = beside_broker(plan.devices, create_repeatedly, plan.nbytes)
     cleared: list[float] = answer_of(clear_repeatedly, plan.devices, plan.nbytes)
     return [

@@ -20,7 +20,6 @@ PIECE = 1 << 20
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     figures: list[Figure] = []
     for share in SHARES:
         copied, digested, checked = beside_broker(plan.devices, take_turns, share, plan.nbytes)

@@ -42,7 +42,6 @@ A draft that is sealed in place stays mapped in its writer; otherwise the writer
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
     figures = []

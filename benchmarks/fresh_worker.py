@@ -13,7 +13,6 @@ from time import perf_counter
 
 
 def main() -> None:
-    """Measure, and print."""
     directory, pool, devices = sys.argv[1:]
     import torch
 

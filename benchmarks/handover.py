@@ -38,7 +38,6 @@ Bucket = list[tuple[str, int, tuple[int, ...]]]
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     what = f"{len(tensors)} tensors, {model_weights.total(tensors) / 1e9:.2f} GB"
     near, far = harness.processes.Pipe()

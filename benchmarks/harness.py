@@ -187,7 +187,6 @@ def warm_up(*, gpu: bool) -> None:
 
 
 def first_context(devices: str) -> Context:
-    """Return the context of the first device."""
     opened = driver.load(devices)
     return opened.context(opened.devices[0].index)
 

@@ -44,7 +44,6 @@ class Turn(NamedTuple):
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     size = model_weights.total(tensors)
     with model_weights.in_memory(tensors) as path:

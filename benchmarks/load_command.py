@@ -18,7 +18,6 @@ ROUNDS = 5
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     what = f"{model_weights.total(tensors) / 1e9:.2f} GB file in memory"
     with model_weights.in_memory(tensors) as path, serving(plan.devices) as server, Broker(server.directory) as broker:

@@ -40,7 +40,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def measure(plan: Plan) -> Iterator[Figure]:
-    """Measure."""
     nbytes = _fitting(plan)
     less = "" if nbytes == plan.nbytes else f"not {plan.nbytes / 1e9:g}, for which there is no room; "
     shapes = (

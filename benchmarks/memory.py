@@ -19,7 +19,6 @@ WORKERS = 2
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     layout = Layout.pack(model_weights.tensors(plan.nbytes))
     note = f"free memory of the device before and after, context up; the pool has {layout.nbytes / 1e9:.2f} GB"
     with serving(plan.devices) as server:

@@ -36,7 +36,6 @@ SPARE = 4 << 20
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     figures: list[Figure] = []
     sizes = [plan.nbytes, *([SMALLER] if plan.nbytes > SMALLER else [])]
     for share in SHARES:

@@ -63,7 +63,6 @@ class Figure:
 
 
 def absent(what: str, why: str) -> Figure:
-    """Return a figure that was not taken."""
     return Figure(what, None, "", why)
 
 
@@ -93,7 +92,6 @@ def percentile(what: str, part: float, samples: Iterable[float], unit: str, note
 
 
 def machine(plan: Plan, devices: Sequence[Device]) -> dict[str, object]:
-    """Describe the machine."""
     return {
         "devices": [f"{device.name}, {device.total / 2**30:.0f} GiB" for device in devices],
         "gpu driver": nvidia_smi("driver_version") if plan.gpu else None,
@@ -132,7 +130,6 @@ def publish(plan: Plan, results: Mapping[str, Sequence[Figure]]) -> int:
 
 
 def table(label: str, about: dict[str, object], plan: Plan, results: Mapping[str, Sequence[Figure]]) -> str:
-    """Return the results as Markdown."""
     lines = [f"# {label}", ""]
     for key, value in about.items():
         if value is not None:

@@ -38,7 +38,6 @@ BODY = [bytes(16), 1, 1, ["Attach", POOL, 0, None, 0.0]]
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     with ExitStack() as undo:
         servers = [undo.enter_context(serving(plan.devices, kept=kept)) for kept in (False, True)]
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="cubroker-bench-"))

@@ -46,7 +46,6 @@ class Return:
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     nbytes = model_weights.total(tensors)
     served, attached, moved, wrong, grown = [], [], [], 0, []

@@ -21,7 +21,6 @@ WARM = 3
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     with serving(plan.devices) as server, Broker(server.directory) as broker:
         with broker.create(POOL, one_allocation(plan.nbytes), share="vmm") as draft:
             draft.context.write(draft["x"].pointer + plan.nbytes - len(MARK), MARK)

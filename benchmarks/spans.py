@@ -119,7 +119,6 @@ class Finder(MetaPathFinder):
 
 
 def main() -> None:
-    """Run a module and write the spans."""
     file, module, *arguments = sys.argv[1:]
     sys.meta_path.insert(0, Finder())
     threading.current_thread().name = "main"

@@ -35,7 +35,6 @@ Way = tuple[int, int, int]
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     tensors = model_weights.tensors(plan.nbytes)
     size = model_weights.total(tensors)
     with model_weights.in_memory(tensors) as path:

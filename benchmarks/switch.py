@@ -29,7 +29,6 @@ WARM = 3
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     figures = []
     for count in (count for count in ALLOCATIONS if count * PIECE <= plan.nbytes):
         with serving(plan.devices) as server, Broker(server.directory) as broker, ExitStack() as leases:

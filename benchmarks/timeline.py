@@ -62,7 +62,6 @@ class Span(NamedTuple):
 
 
 def main() -> None:
-    """Take the spans of one load and draw them."""
     if sys.argv[1:2] == [LOADS]:
         _load_several(*sys.argv[2:])
         return

@@ -179,7 +179,6 @@ def _print(side: str, calls: Sequence[Call], *, paths: bool) -> None:
 
 
 def main() -> int:
-    """Trace a request and print its calls."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__)
     parser.add_argument("request", choices=REQUESTS)
     parser.add_argument("--share", default="ipc", help="how the pool is shared: ipc or vmm")

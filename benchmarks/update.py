@@ -33,7 +33,6 @@ KINDS = "the changed tensors, base attached", "the changed tensors, base by numb
 
 
 def measure(plan: Plan) -> list[Figure]:
-    """Measure."""
     figures: list[Figure] = []
     tensors = model_weights.tensors(plan.nbytes)
     nbytes = model_weights.total(tensors)

@@ -492,8 +492,6 @@ def _serve_metrics(address: PeerAddress) -> None:
 
 
 class _ExportMetrics(exporter.Meter):
-    """The metrics of an exporter."""
-
     def __init__(self, address: PeerAddress) -> None:
         _serve_metrics(address)
         from prometheus_client import Counter, Gauge

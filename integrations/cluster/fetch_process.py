@@ -4,11 +4,8 @@ It reads an order as a line of JSON, and prints its progress and its result as l
 its sources, creates a draft, reads all of it with one thread and one engine per source, compares a digest of every
 allocation with the one from the sources, and seals. If it is killed, it leaves nothing: the draft ends with it.
 
-:mod:`~cubroker.integrations.cluster.source_choice` decides which hosts it reads from.
-
-Hosts that are still fetching the version are sources, too, of the part that they have. This process announces its own
-part to the exporter of this host (:mod:`~cubroker.integrations.cluster.announcements`), for others to read. An
-allocation with a wrong digest is read again, only from hosts that have published the version.
+:mod:`~cubroker.integrations.cluster.source_choice` decides which hosts it reads from. Hosts that are still fetching the
+version are sources, too, and this process announces its own part (:mod:`~cubroker.integrations.cluster.announcements`).
 
 The main thread decides, and waits for events: a source has answered, opened the version, or is lost; an allocation is
 whole, or has a wrong digest. Each source has a thread, which alone uses its connection and its engine. One more thread
