@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -20,7 +20,6 @@ from cubroker.client.loading.verify import verify
 from cubroker.integrations import runtime_pools
 from cubroker.integrations.transformers import attach_model, from_pool
 from cubroker.protocol.errors import Invalid, NotFound
-from tests import forkserver
 from tests.brokers import PATIENCE, eventually, serving
 from tests.forkserver import TORCH, Forked
 from tests.unit.integrations.embed_process import embed, meta_model
@@ -326,43 +325,27 @@ def test_what_lies_broken_beside_the_configuration_is_told(client: Broker, name:
             from_pool(name, llama, broker=client)
 
 
-FROM_THE_HUB = """
-import sys
-from transformers import AutoConfig
-from cubroker.client import Broker
-from cubroker.integrations.transformers import from_pool
-with Broker(sys.argv[1]) as broker:
-    model, tokenizer = from_pool(sys.argv[2], "org/tiny", broker=broker)
-    print(type(model).__name__, model.generation_config.max_new_tokens, tokenizer)
-    config = AutoConfig.from_pretrained("org/tiny")
-    config.name_or_path = "/a/folder/that/is/gone"
-    model, tokenizer = from_pool(sys.argv[2], config, broker=broker)
-    print(type(model).__name__, model.generation_config.max_new_tokens, tokenizer)
-    del model
-"""
-
-
-@pytest.mark.slow
-def test_a_model_of_the_hub_may_have_no_tokenizer(client: Broker, name: str, llama: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_may_have_no_tokenizer(
+    client: Broker, name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(client, name, [llama])
-    cache = tmp_path / "hub" / "models--org--tiny"
-    revision = cache / "snapshots" / ("a" * 40)
+    revision = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ("a" * 40)
     revision.mkdir(parents=True)
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(revision.name)
+    refs = revision.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(revision.name)
     for file in ("config.json", "generation_config.json"):
         shutil.copy(llama / file, revision)
-    done = forkserver.run(
-        ["-c", FROM_THE_HUB, str(client.directory), name],
-        preload=TORCH,
-        measured=False,
-        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["LlamaForCausalLM 7 None", "LlamaForCausalLM None None"]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = transformers.AutoConfig.from_pretrained("org/tiny")
+    config.name_or_path = "/a/folder/that/is/gone"
+    for what, most in (("org/tiny", 7), (config, None)):
+        model, tokenizer = from_pool(name, what, broker=client)
+        assert type(model) is transformers.LlamaForCausalLM
+        assert model.generation_config.max_new_tokens == most
+        assert tokenizer is None
+        model = None
 
 
 def test_what_makes_no_model_is_told(client: Broker, name: str, llama: Path, tmp_path: Path) -> None:
