@@ -16,14 +16,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cubroker import Layout
 from cubroker.client import Broker
+from tests import forkserver
 from tests.brokers import PATIENCE, BrokerProcess, serving
 from tests.unit.server.monitoring.scenes import free_port
 
@@ -31,6 +33,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 """The program that shows the page; None: there is none."""
 
 GIB = 1 << 30
+TOKEN = "a-token-of-tests-only"
 STRETCH = 20_000.0
 NAMES = (
     "llama-3.3-70b-instruct",
@@ -74,8 +77,8 @@ def scene(devices: int, pools: int) -> Iterator[BrokerProcess]:
         for number in range(min(12, pools)):
             held = chance.sample(names[: max(3, len(names) // 3)], min(3, len(names)))
             arguments = [str(broker.directory), WORKERS[number % len(WORKERS)], *held]
-            child = subprocess.Popen(
-                [sys.executable, "-c", HOLDER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            child = forkserver.Forked(
+                ["-c", HOLDER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             holders.callback(child.communicate)
             assert child.stdout is not None
@@ -126,25 +129,34 @@ def main() -> None:
     parser.add_argument("--pools", type=int, nargs="*", default=[0, 5, 200])
     parser.add_argument("--colours", nargs="*", default=["light", "dark"])
     parser.add_argument("--widths", type=int, nargs="*", default=[1280, 400])
-    arguments = parser.parse_args()
+    with launched() as browser:
+        if wrong := hang(browser, **vars(parser.parse_args())):
+            sys.exit("\n".join(wrong))
+
+
+def hang(
+    browser: Browser,
+    out: Path,
+    devices: Sequence[int],
+    pools: Sequence[int],
+    colours: Sequence[str],
+    widths: Sequence[int],
+) -> list[str]:
+    """Write all pictures, and return what is wrong with them."""
     wrong: list[str] = []
     port = free_port()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder, launched() as browser:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="cubroker-") as folder, pytest.MonkeyPatch.context() as patch:
         token = Path(folder) / "token"
-        token.write_text("a-token-of-tests-only")
+        token.write_text(TOKEN)
         token.chmod(0o600)
-        os.environ |= {
-            "CUBROKER_METRICS_LISTEN": f"127.0.0.1:{port}",
-            "CUBROKER_METRICS_TOKEN_FILE": str(token),
-            "CUBROKER_KEEP": "1",
-        }
-        for devices, pools in itertools.product(arguments.devices, arguments.pools):
-            with scene(devices, pools):
-                kinds = itertools.product(arguments.colours, arguments.widths)
-                wrong += pictures(browser, port, arguments.out, f"{devices}x{pools}", kinds)
-    if wrong:
-        sys.exit("\n".join(wrong))
+        patch.setenv("CUBROKER_METRICS_LISTEN", f"127.0.0.1:{port}")
+        patch.setenv("CUBROKER_METRICS_TOKEN_FILE", str(token))
+        patch.setenv("CUBROKER_KEEP", "1")
+        for number, many in itertools.product(devices, pools):
+            with scene(number, many):
+                wrong += pictures(browser, port, out, f"{number}x{many}", itertools.product(colours, widths))
+    return wrong
 
 
 def pictures(browser: Browser, port: int, out: Path, name: str, kinds: Iterable[tuple[str, int]]) -> list[str]:
@@ -154,7 +166,7 @@ def pictures(browser: Browser, port: int, out: Path, name: str, kinds: Iterable[
         page = browser.new_page(
             viewport={"width": width, "height": 900},
             color_scheme=colours,  # type: ignore[arg-type]
-            http_credentials={"username": "any", "password": "a-token-of-tests-only"},
+            http_credentials={"username": "any", "password": TOKEN},
         )
         page.add_init_script(OLDER)
         page.on("pageerror", lambda error: wrong.append(str(error)))

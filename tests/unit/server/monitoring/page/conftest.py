@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of the page; without one they are skipped."""
+"""A real Chromium for all tests of the page; without one they are skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ expect.set_options(timeout=1000 * PATIENCE)
 WINDOW: ViewportSize = {"width": 1280, "height": 900}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium here; `apt-get install chromium` brings one")
@@ -39,7 +39,7 @@ class Tab:
             self.faults.append(message.text)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def tab(browser: Browser) -> Iterator[Tab]:
     """One tab for all tests: another for each would be another process of the browser."""
     tab = Tab(browser)
@@ -55,7 +55,7 @@ def page(tab: Tab) -> Iterator[Page]:
     assert tab.faults == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def blank(browser: Browser) -> Iterator[Page]:
     """The page without pools, of which only the functions are used."""
     tab = Tab(browser)
