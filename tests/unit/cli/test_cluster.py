@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cubroker.cli import cluster
+from cubroker.cli import cluster, main
 from cubroker.client import Broker
 from cubroker.integrations.cluster.messages import Fetched, Offer, Offers, PeerRefusal
 from cubroker.protocol.paths import SESSION_SOCKET
@@ -77,10 +77,11 @@ def free_port() -> int:
         ("certificates authority", "Missing argument 'DIR'"),
     ],
 )
-def test_wrong_usage_is_status_2(arguments: str, reason: str) -> None:
-    done = run(*arguments.split(" "))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert reason in " ".join(done.stderr.split())
+def test_wrong_usage_is_status_2(arguments: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments.split(" ")) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert reason in " ".join(errors.split())
 
 
 # -- certificates ----------------------------------------------------------------------------------

@@ -238,10 +238,13 @@ def test_help_imports_neither_cuda_nor_zeromq_and_no_command_imports_torch() -> 
         ("zzz", "cubroker --help lists"),
     ],
 )
-def test_an_unknown_command_is_answered_with_the_nearest(typed: str, hint: str) -> None:
-    done = run(typed)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"No such command {typed!r}; {hint}" in done.stderr
+def test_an_unknown_command_is_answered_with_the_nearest(
+    typed: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run([typed]) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert f"No such command {typed!r}; {hint}" in errors
 
 
 def test_an_option_of_a_command_before_its_name_is_told_where_it_goes() -> None:
