@@ -28,8 +28,8 @@ from tests.fuzz.simulation.histories import OBSERVER, generate
 from tests.fuzz.simulation.search import attempt, search
 from tests.fuzz.simulation.shrink import shrink
 
-TELLING = (0, 1, 8, 9, 11, 13, 28, 85, 92)
-"""Seeds of which one at least finds each mistake below; the first that did, of each."""
+TELLING = (157, 11, 10, 30, 92, 138, 8, 32, 45, 28, 167)
+"""Seeds of which one at least finds each mistake below, in an order in which few are played for each."""
 
 FIXED = 24
 """Seeds that are played every time, besides those."""
