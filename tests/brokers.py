@@ -118,3 +118,35 @@ def started(start: Callable[[Path], B]) -> Iterator[B]:
                 broker.stop()
             finally:
                 broker.kill()
+
+
+class Patient(BrokerProcess):
+    """A broker that waits an hour for leases to end when it is stopped."""
+
+    drain = "3600"
+
+
+def program(source: str) -> AbstractContextManager[BrokerProcess]:
+    """Start a broker process that runs ``source``."""
+
+    class Other(BrokerProcess):
+        def command(self) -> list[str]:
+            _, _, _, *options = super().command()
+            return [sys.executable, "-c", source, *options]
+
+    return started(Other)
+
+
+UP_TO = """
+import sys
+from cubroker.server.transport import admission
+from cubroker.server.__main__ import main
+
+admission.VERSIONS = admission.VERSIONS[:{}]
+sys.exit(main())
+"""
+
+
+def older(newest: int) -> AbstractContextManager[BrokerProcess]:
+    """Start a broker that speaks no later version of the protocol than this one."""
+    return program(UP_TO.format(newest))

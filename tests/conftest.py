@@ -15,7 +15,7 @@ import coverage
 import pytest
 
 from tests import forkserver, sampling
-from tests.brokers import BrokerProcess, serving
+from tests.brokers import BrokerProcess, Patient, serving, started
 from tests.measuring import campaigning, collecting, fork_without_its_lock
 
 # A shell starts what it runs in the background with SIGINT ignored, and so do our children then: no test of an
@@ -47,6 +47,7 @@ OFTEN = 200
 """Tests after which garbage is looked for in all that they left, and not again: a test that looks has its own alone."""
 
 _ran = itertools.count(1)
+_pools = itertools.count(1)
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -166,6 +167,27 @@ def broker() -> Iterator[BrokerProcess]:
     """A broker process with two host devices of 64 MiB."""
     with serving() as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[BrokerProcess]:
+    """A broker process for all tests of a module, with two host devices of 64 MiB."""
+    with serving() as process:
+        yield process
+
+
+@pytest.fixture
+def patient() -> Iterator[BrokerProcess]:
+    """A broker process that waits for leases to end when it is stopped."""
+    with started(Patient) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def name() -> str:
+    """The name of a pool that there was not before, so that its first version is 1."""
+    return f"pool-{next(_pools)}"
 
 
 @pytest.fixture(scope="module")

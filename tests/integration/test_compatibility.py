@@ -20,22 +20,11 @@ from cubroker.protocol.errors import Unsupported
 from cubroker.protocol.messages import VERSIONS
 from cubroker.server.ledger import entries
 from cubroker.server.store import journal
-from tests.brokers import BrokerProcess, serving
-from tests.unit.client.test_choosing import program
+from tests.brokers import BrokerProcess, older, serving
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
 ARRAYS = {"weight": np.arange(8, dtype=np.float32)}
-
-UP_TO = """
-import sys
-from cubroker.server.transport import admission
-from cubroker.server.__main__ import main
-
-admission.VERSIONS = admission.VERSIONS[:{}]
-sys.exit(main())
-"""
-"""A broker that speaks the protocol up to a version."""
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +34,9 @@ def newest() -> Iterator[BrokerProcess]:
 
 
 @pytest.fixture(scope="module", params=VERSIONS[:-1], ids="broker {}".format)
-def older(request: pytest.FixtureRequest) -> Iterator[tuple[int, Broker]]:
+def earlier(request: pytest.FixtureRequest) -> Iterator[tuple[int, Broker]]:
     """A broker of an earlier version, and a session of this release with it."""
-    with program(UP_TO.format(request.param)) as process, Broker(process.directory) as broker:
+    with older(request.param) as process, Broker(process.directory) as broker:
         yield request.param, broker
 
 
@@ -119,15 +108,15 @@ def since(feature: str) -> int:
     return found
 
 
-def test_a_client_shares_pools_with_brokers_of_every_version(older: tuple[int, Broker]) -> None:
-    _, broker = older
+def test_a_client_shares_pools_with_brokers_of_every_version(earlier: tuple[int, Broker]) -> None:
+    _, broker = earlier
     with Broker(broker.directory) as other:
         shared(broker, other)
 
 
 @pytest.mark.parametrize("feature", LATER)
-def test_what_a_broker_is_too_old_for_is_unsupported(older: tuple[int, Broker], feature: str) -> None:
-    version, broker = older
+def test_what_a_broker_is_too_old_for_is_unsupported(earlier: tuple[int, Broker], feature: str) -> None:
+    version, broker = earlier
     broker.publish("m", ARRAYS)
     if version >= since(feature):
         LATER[feature](broker)

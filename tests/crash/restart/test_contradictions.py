@@ -13,17 +13,10 @@ from cubroker.protocol.errors import CubrokerError, Unavailable
 from cubroker.server.store.journal import Journal
 from tests.brokers import eventually, started
 from tests.crash.content import Form, check
-from tests.stores import StoredBroker, storing
+from tests.stores import StoredBroker
 from tests.unit.client.conftest import leases
 
 DURABLE = Form("vmm", durable=True)
-
-
-@pytest.fixture
-def kept() -> Iterator[StoredBroker]:
-    with storing() as broker:
-        yield broker
-        assert "Traceback" not in broker.log()
 
 
 class Mistaken(StoredBroker):

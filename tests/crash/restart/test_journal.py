@@ -27,17 +27,10 @@ from cubroker.protocol.messages import (
 )
 from tests.brokers import eventually
 from tests.crash.content import Form
-from tests.stores import StoredBroker, storing
+from tests.stores import StoredBroker
 from tests.unit.client.conftest import content, leases, publish
 from tests.unit.client.test_restart import LAYOUT
 from tests.unit.server.clients import session
-
-
-@pytest.fixture
-def kept() -> Iterator[StoredBroker]:
-    with storing() as broker:
-        yield broker
-        assert "Traceback" not in broker.log()
 
 
 @contextmanager

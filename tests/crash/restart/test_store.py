@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -20,13 +20,6 @@ from tests.unit.client.test_restart import LAYOUT
 
 lasting = partial(publish, layout=LAYOUT, share="vmm", durable=True)
 """Publishes a durable pool of two allocations."""
-
-
-@pytest.fixture
-def kept() -> Iterator[StoredBroker]:
-    with storing() as broker:
-        yield broker
-        assert "Traceback" not in broker.log()
 
 
 # -- a journal that is cut or damaged ----------------------------------------------------------------

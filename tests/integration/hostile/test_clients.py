@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from cubroker.protocol.fields import MAX_WAIT
@@ -25,7 +23,7 @@ from cubroker.protocol.messages import (
 from cubroker.server.ledger.policy import Limits
 from cubroker.server.transport.reply_cache import MAX_REQUESTS
 from tests import sampling
-from tests.brokers import BrokerProcess, serving
+from tests.brokers import BrokerProcess
 from tests.integration.hostile.hostile_peers import HOSTILITY, MIB, Witness, acknowledge
 from tests.unit.client.scripts import run
 from tests.unit.server.clients import LAYOUT, session
@@ -130,21 +128,14 @@ def test_a_client_that_takes_all_memory_and_goes(broker: BrokerProcess, witness:
         client.ask(Close(created.lease), Done)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[BrokerProcess]:
-    """A broker that no witness uses."""
-    with serving() as process:
-        yield process
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["attach", "sleep", "hand_over", "publish", "watch"])
 def test_a_signal_handler_that_uses_the_broker_waits_for_nothing_that_its_own_thread_has_to_do(
-    alone: BrokerProcess, what: str
+    shared: BrokerProcess, what: str
 ) -> None:
     program = "from tests.unit.client import handlers; handlers.main(*sys.argv[1:])"
     first, step = sampling.stride(25) if HOSTILITY == 1 else (1, 1)
-    done = run(alone, program, what, str(first), str(step), measured=False)
+    done = run(shared, program, what, str(first), str(step), measured=False)
     assert (done.returncode, done.stderr) == (0, "")
     served, refused = map(int, done.stdout.split())
     assert served * step > 40

@@ -11,22 +11,16 @@ import pytest
 from cubroker.client import Broker, Pool
 from cubroker.protocol import Layout
 from cubroker.server.transport.peer_credentials import read_process
-from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.unit.cli.processes import run, started
 
 LAYOUT = Layout.pack([("x", "F32", (8,))])
 DRAINED = "Nothing is held any more. The broker lends nothing until: cubroker drain --off\n"
 
 
-@pytest.fixture(scope="module")
-def broker() -> Iterator[BrokerProcess]:
-    with serving() as broker:
-        yield broker
-
-
 @pytest.fixture
-def client(broker: BrokerProcess) -> Iterator[Broker]:
-    with Broker(broker.directory) as client:
+def client(shared: BrokerProcess) -> Iterator[Broker]:
+    with Broker(shared.directory) as client:
         yield client
 
 
@@ -47,9 +41,9 @@ def who(client: Broker) -> str:
 
 
 def test_it_tells_what_it_waits_for_and_ends_when_nothing_is_left(
-    broker: BrokerProcess, client: Broker, pools: list[Pool]
+    shared: BrokerProcess, client: Broker, pools: list[Pool]
 ) -> None:
-    with started("drain", "--directory", broker.directory) as drain:
+    with started("drain", "--directory", shared.directory) as drain:
         assert drain.stdout
         first = drain.stdout.readline()
         assert first.startswith(who(client))
@@ -62,24 +56,24 @@ def test_it_tells_what_it_waits_for_and_ends_when_nothing_is_left(
         assert drain.wait(PATIENCE) == 0
     assert changes[-1].endswith("holds nothing any more\n")
     assert last == DRAINED
-    assert run("drain", "--directory", broker.directory).stdout == DRAINED
+    assert run("drain", "--directory", shared.directory).stdout == DRAINED
 
 
 def test_it_gives_up_when_its_time_is_up_and_the_broker_goes_on_draining_until_that_is_taken_back(
-    broker: BrokerProcess, client: Broker, pools: list[Pool]
+    shared: BrokerProcess, client: Broker, pools: list[Pool]
 ) -> None:
-    result = run("drain", "--wait", "0.1", "--directory", broker.directory)
+    result = run("drain", "--wait", "0.1", "--directory", shared.directory)
     assert result.returncode == 1
     assert "1 client still held something after 0.1 s; the broker still lends nothing new" in result.stderr
     assert client.wait_draining(PATIENCE)
-    result = run("drain", "--off", "--directory", broker.directory)
+    result = run("drain", "--off", "--directory", shared.directory)
     assert (result.returncode, result.stdout) == (0, "The broker lends again.\n")
     assert client.wait_draining(PATIENCE, over=True)
     client.attach("llama").close()
 
 
-def test_it_ends_when_somebody_else_takes_it_back(broker: BrokerProcess, client: Broker, pools: list[Pool]) -> None:
-    with started("drain", "--directory", broker.directory) as drain:
+def test_it_ends_when_somebody_else_takes_it_back(shared: BrokerProcess, client: Broker, pools: list[Pool]) -> None:
+    with started("drain", "--directory", shared.directory) as drain:
         assert client.wait_draining(PATIENCE)
         assert drain.stdout
         drain.stdout.readline()
@@ -90,9 +84,9 @@ def test_it_ends_when_somebody_else_takes_it_back(broker: BrokerProcess, client:
 
 
 def test_it_ends_when_it_is_taken_back_before_the_command_has_heard_of_it(
-    broker: BrokerProcess, client: Broker, pools: list[Pool]
+    shared: BrokerProcess, client: Broker, pools: list[Pool]
 ) -> None:
-    with started("drain", "--directory", broker.directory) as drain:
+    with started("drain", "--directory", shared.directory) as drain:
         assert client.wait_draining(PATIENCE)
         drain.send_signal(signal.SIGSTOP)
         client.drain(on=False)
@@ -103,8 +97,8 @@ def test_it_ends_when_it_is_taken_back_before_the_command_has_heard_of_it(
         assert "lend again" in drain.stderr.read()
 
 
-def test_ctrl_c_ends_the_command_and_not_the_draining(broker: BrokerProcess, client: Broker, pools: list[Pool]) -> None:
-    with started("drain", "--directory", broker.directory) as drain:
+def test_ctrl_c_ends_the_command_and_not_the_draining(shared: BrokerProcess, client: Broker, pools: list[Pool]) -> None:
+    with started("drain", "--directory", shared.directory) as drain:
         assert client.wait_draining(PATIENCE)
         assert drain.stdout
         drain.stdout.readline()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ from cubroker.client.session import ClientSession
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.protocol import Layout
 from tests.brokers import BrokerProcess, eventually, serving
+from tests.stores import StoredBroker, storing
 from tests.unit.client import shares
 
 T = TypeVar("T")
-
-_numbers = itertools.count()
 
 
 @pytest.fixture(scope="package")
@@ -29,6 +27,13 @@ def lender() -> Iterator[BrokerProcess]:
     """One broker for all tests that leave it as they found it; two host devices of 64 MiB."""
     with serving() as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[StoredBroker]:
+    """A broker with a store for all tests of a module."""
+    with storing() as broker:
+        yield broker
 
 
 @pytest.fixture(params=shares.KINDS)
@@ -41,22 +46,32 @@ def share(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def vmm() -> Iterator[None]:
+    """All pools in the test are of memory that descriptors open."""
+    shares.by_default("vmm")
+    yield
+    shares.by_default(shares.DEFAULT)
+
+
+@pytest.fixture
 def client(lender: BrokerProcess) -> Iterator[Broker]:
     """A Broker on the common broker; afterwards nobody may hold anything there."""
     with Broker(lender.directory) as broker:
         yield broker
-    with Broker(lender.directory) as broker:
+    given_back(lender.directory)
+
+
+def given_back(directory: Path) -> None:
+    """Retire what is current at a broker, and wait until it lends nothing and has all memory back."""
+    with Broker(directory) as broker:
         for pool in broker.pools():
             if pool.state == "current":
                 broker.retire(pool.name, pool.version)
         eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
-        eventually(lambda: not any(device.allocated for device in broker.devices()), "their memory to be freed")
-
-
-@pytest.fixture
-def name() -> str:
-    """A pool name that no other test uses."""
-    return f"pool-{next(_numbers)}"
+        eventually(
+            lambda: not any(device.allocated or device.promised for device in broker.devices()),
+            "their memory to be freed",
+        )
 
 
 @pytest.fixture

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import DeviceFailure, Unsupported
-from tests.brokers import DEVICES, BrokerProcess, eventually, started
+from tests.brokers import BrokerProcess, eventually, older, program
 from tests.stores import storing
 from tests.unit.client.conftest import LAYOUT, content, leases, publish
 from tests.unit.client.scripts import run
@@ -35,16 +33,6 @@ sys.exit(main())
 """
 """A broker whose second device has no memory that descriptors open."""
 
-FIRST_VERSION = """
-import sys
-from cubroker.server.transport import admission
-from cubroker.server.__main__ import main
-
-admission.VERSIONS = (1,)
-sys.exit(main())
-"""
-"""A broker that speaks the first version of the protocol alone."""
-
 WRITES = """
 import ctypes
 with Broker(directory) as broker, broker.attach(sys.argv[2]) as pool:
@@ -53,17 +41,6 @@ with Broker(directory) as broker, broker.attach(sys.argv[2]) as pool:
     ctypes.c_float.from_address(pool["weight"].pointer).value = 123.
 """
 """A reader that writes as frameworks do that ignore ``readonly``."""
-
-
-def program(source: str) -> AbstractContextManager[BrokerProcess]:
-    """A broker process that runs ``source``."""
-
-    class Other(BrokerProcess):
-        def command(self) -> list[str]:
-            _, _, _, *options = super().command()
-            return [sys.executable, "-c", source, *options]
-
-    return started(lambda directory: Other(directory, DEVICES))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +152,7 @@ def test_pools_are_durable_where_share_kind_and_store_allow_it(name: str, monkey
 
 
 def test_a_broker_of_the_first_version_of_the_protocol_is_told_what_it_cannot_choose(name: str) -> None:
-    with program(FIRST_VERSION) as process, Broker(process.directory) as broker:
+    with older(1) as process, Broker(process.directory) as broker:
         assert chosen(broker, name) == ("ipc", False)
         assert chosen(broker, name, share="vmm") == ("vmm", False)
         with pytest.raises(Unsupported, match=f"{name} is to be durable, and this broker has no store"):

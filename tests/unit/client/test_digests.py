@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, NotFound, Retired, Unsupported
 from cubroker.protocol.messages import Digests, ListDigests
 from tests import checkpoints
-from tests.brokers import BrokerProcess, started
+from tests.brokers import BrokerProcess, older
 from tests.stores import storing
 from tests.unit.client.conftest import LAYOUT, content, leases, publish
 from tests.unit.client.scripts import start
@@ -331,27 +330,10 @@ def test_without_numpy_digests_on_host_devices_are_refused_before_anything_is_co
     assert not load(client, name, [path], digest=True, if_absent=True).loaded  # another process has computed them
 
 
-OLD = """
-import sys
-from cubroker.server.transport import admission
-from cubroker.server.__main__ import main
-
-admission.VERSIONS = (1, 2, 3)
-sys.exit(main())
-"""
-
-
 @pytest.fixture(scope="module")
 def old() -> Iterator[Broker]:
     """A Broker on a broker that speaks no later version of the protocol than the third."""
-
-    class Old(BrokerProcess):
-        def command(self) -> list[str]:
-            _, _, _, *options = super().command()
-            return [sys.executable, "-c", OLD, *options]
-
-    running: AbstractContextManager[BrokerProcess] = started(Old)
-    with running as process, Broker(process.directory) as broker:
+    with older(3) as process, Broker(process.directory) as broker:
         yield broker
 
 

@@ -12,21 +12,10 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
-from tests.brokers import PATIENCE, BrokerProcess, eventually, started
+from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.unit.client.conftest import LAYOUT, content, publish
 
 BY_HAND = "its operator wants everything to be given back"
-
-
-class Patient(BrokerProcess):
-    drain = "3600"
-
-
-@pytest.fixture
-def patient() -> Iterator[BrokerProcess]:
-    with started(Patient) as broker:
-        yield broker
-        broker.kill()
 
 
 @pytest.fixture

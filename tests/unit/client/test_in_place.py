@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.protocol import Layout, TensorSpec
 from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, NotFound, Unsupported
 from cubroker.protocol.messages import SealInPlace
-from tests.brokers import PATIENCE, BrokerProcess, eventually, started
+from tests.brokers import PATIENCE, BrokerProcess, eventually, older
 from tests.unit.client.conftest import LAYOUT, begun, leases, session_of
 from tests.unit.client.scripts import start
 from tests.unit.client.test_faults import regions
@@ -406,27 +406,10 @@ def test_asyncio_seals_in_place_and_with_another_layout(lender: BrokerProcess, n
 # -- other brokers -------------------------------------------------------------------------------------
 
 
-OLD = """
-import sys
-from cubroker.server.transport import admission
-from cubroker.server.__main__ import main
-
-admission.VERSIONS = (1, 2, 3, 4)
-sys.exit(main())
-"""
-
-
 @pytest.fixture(scope="module")
 def old() -> Iterator[Broker]:
     """A Broker on a broker that knows no other layouts."""
-
-    class Old(BrokerProcess):
-        def command(self) -> list[str]:
-            _, _, _, *options = super().command()
-            return [sys.executable, "-c", OLD, *options]
-
-    running: AbstractContextManager[BrokerProcess] = started(Old)
-    with running as process, Broker(process.directory) as broker:
+    with older(4) as process, Broker(process.directory) as broker:
         yield broker
 
 

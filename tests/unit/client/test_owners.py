@@ -13,8 +13,8 @@ from cubroker.client.broker import Owner, uids
 from cubroker.client.loading.loader import load
 from cubroker.protocol.errors import Denied, Invalid, Unsupported
 from tests import checkpoints
+from tests.brokers import older
 from tests.unit.client.conftest import LAYOUT, publish
-from tests.unit.client.test_choosing import FIRST_VERSION, program
 from tests.unit.server.configured import configured
 from tests.unit.server.visitor import visiting
 
@@ -47,7 +47,7 @@ def test_an_owner_that_nobody_is_makes_no_sense(owner: Owner) -> None:
 
 
 def test_a_broker_that_is_too_old_to_check_owners_is_asked_for_none() -> None:
-    with program(FIRST_VERSION) as process, Broker(process.directory) as broker:
+    with older(1) as process, Broker(process.directory) as broker:
         publish(broker, "a")
         with pytest.raises(Unsupported, match="too old"):
             broker.attach("a", owner=7)

@@ -14,29 +14,18 @@ from cubroker.client.publish import Sources
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, NotFound, Unavailable
 from tests.brokers import eventually
-from tests.stores import StoredBroker, storing
-from tests.unit.client.conftest import content, leases, publish
+from tests.stores import StoredBroker
+from tests.unit.client.conftest import content, given_back, leases, publish
 from tests.unit.client.scripts import start
 
 LAYOUT = Layout.pack([("weight", "U8", (300,)), ("bias", "F32", (4,))], slab=512)
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[StoredBroker]:
-    with storing() as broker:
-        yield broker
 
 
 @pytest.fixture
 def client(kept: StoredBroker) -> Iterator[Broker]:
     with Broker(kept.directory) as broker:
         yield broker
-    with Broker(kept.directory) as broker:
-        for pool in broker.pools():
-            if pool.state == "current":
-                broker.retire(pool.name, pool.version)
-        eventually(lambda: not broker.pools(), f"the end of {broker.pools()}")
-        eventually(lambda: not any(device.allocated for device in broker.devices()), "their memory to leave the store")
+    given_back(kept.directory)
 
 
 def test_readers_and_their_memory_outlive_the_broker(client: Broker, kept: StoredBroker, name: str) -> None:

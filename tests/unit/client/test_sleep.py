@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Retired, TimedOut, Unsupported
 from tests.brokers import BrokerProcess, eventually
 from tests.faults import Plan
-from tests.unit.client import shares
 from tests.unit.client.conftest import LAYOUT, content, impatient, leases, publish
 from tests.unit.client.scripts import run
 from tests.unit.client.test_faults import PLAN, THREE, plan, regions
@@ -27,12 +26,7 @@ from tests.unit.client.test_threads import together
 
 __all__ = ["plan"]
 
-
-@pytest.fixture(autouse=True)
-def _vmm() -> Iterator[None]:
-    shares.by_default("vmm")
-    yield
-    shares.by_default(shares.DEFAULT)
+pytestmark = pytest.mark.usefixtures("vmm")
 
 
 def test_a_pool_sleeps_without_memory_or_lease_and_wakes_where_it_was(client: Broker, name: str) -> None:

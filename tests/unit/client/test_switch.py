@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from cubroker.protocol.errors import (
 from cubroker.protocol.messages import Close, Request
 from tests.brokers import BrokerProcess, eventually
 from tests.faults import Plan
-from tests.unit.client import shares
 from tests.unit.client.conftest import begun, impatient, leases
 from tests.unit.client.scripts import start
 from tests.unit.client.test_faults import PLAN, THREE, plan, regions
@@ -45,17 +43,12 @@ from tests.unit.server.processes import all_closed, files
 
 __all__ = ["plan"]
 
+pytestmark = pytest.mark.usefixtures("vmm")
+
 NBYTES = 2 << 20
 SPREAD = Layout.pack([(name, "U8", (NBYTES,)) for name in "abc"], groups=PLAN, slab=NBYTES)
 STEPS = ("cuMemRetainAllocationHandle", "cuMemHostRegister", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
 IMPORT = "cuMemImportFromShareableHandle"
-
-
-@pytest.fixture(autouse=True)
-def _vmm() -> Iterator[None]:
-    shares.by_default("vmm")
-    yield
-    shares.by_default(shares.DEFAULT)
 
 
 def put(client: Broker, name: str, value: int, layout: Layout = THREE, *, digest: bool = False, **terms: Any) -> int:

@@ -19,7 +19,7 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid, NotFound, Retired, TimedOut, Unsupported
 from cubroker.protocol.messages import Done, Seal, SetLayout
 from tests.brokers import BrokerProcess, eventually
-from tests.stores import StoredBroker, storing
+from tests.stores import StoredBroker
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish, session_of
 from tests.unit.client.scripts import start
 
@@ -324,12 +324,6 @@ def test_who_waits_for_a_draft_that_is_given_up_is_told(client: Broker, name: st
 
 
 # -- when the broker is killed -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[StoredBroker]:
-    with storing() as broker:
-        yield broker
 
 
 @pytest.fixture

@@ -36,10 +36,6 @@ from tests.unit.server.configured import Configured, configured
 from tests.unit.server.processes import open_files
 
 
-class Patient(BrokerProcess):
-    drain = "3600"
-
-
 class Storing(StoredBroker):
     drain = "3600"
 
@@ -47,13 +43,6 @@ class Storing(StoredBroker):
 class Drained(Configured):
     def command(self) -> list[str]:
         return [each for each in super().command() if each not in ("--drain", self.drain)]
-
-
-@pytest.fixture
-def patient() -> Iterator[BrokerProcess]:
-    with started(Patient) as broker:
-        yield broker
-        broker.kill()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ class Statuses:
 
     def status(self) -> str:
         return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
-
-
-@pytest.fixture
-def fdstore(tmp_path: Path) -> Iterator[FdStore]:
-    house = FdStore(tmp_path / "notify")
-    yield house
-    house.close()
 
 
 def test_a_broker_without_a_manager_says_nothing() -> None:

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -30,21 +29,15 @@ from cubroker.protocol.messages import (
     ReplicaHandles,
 )
 from tests.brokers import BrokerProcess, eventually
-from tests.unit.client import shares
 from tests.unit.client.conftest import content, leases, publish, received, session_of
 from tests.unit.client.scripts import run
 from tests.unit.client.test_faults import SCARCE, regions
 from tests.unit.server.processes import all_closed, files
 
+pytestmark = pytest.mark.usefixtures("vmm")
+
 MANY = Layout.pack([(f"t{number}", "U8", (300,)) for number in range(20)], slab=512)
 """Allocations for more than one notice."""
-
-
-@pytest.fixture(autouse=True)
-def _vmm() -> Iterator[None]:
-    shares.by_default("vmm")
-    yield
-    shares.by_default(shares.DEFAULT)
 
 
 def test_memory_of_an_unknown_share_kind_is_refused_and_given_back(

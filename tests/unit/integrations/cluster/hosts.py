@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
+
+import pytest
 
 from cubroker.client import Broker
 from cubroker.integrations.cluster import exporter
@@ -198,3 +201,11 @@ def leases(directory: Path) -> int:
 def here() -> str:
     """The folder with the modules that run as programs."""
     return os.fspath(Path(__file__).parent)
+
+
+def nobody() -> str:
+    """A user who is neither this one nor root."""
+    try:
+        return pwd.getpwnam("nobody").pw_name
+    except KeyError:
+        pytest.skip("this host has no user nobody")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pwd
 import resource
 import socket
 import subprocess
@@ -39,7 +38,16 @@ from cubroker.protocol import messages as protocol
 from cubroker.protocol.errors import CubrokerError, Denied, Invalid, NotFound, OverQuota, Unavailable, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.namespaces import unshare
-from tests.unit.integrations.cluster.hosts import LAYOUT, Certificates, Serving, exporting, here, leases, publish
+from tests.unit.integrations.cluster.hosts import (
+    LAYOUT,
+    Certificates,
+    Serving,
+    exporting,
+    here,
+    leases,
+    nobody,
+    publish,
+)
 
 SUMS = (bytes(16), bytes([1] * 16))
 """What a fetch says that the digests will be."""
@@ -53,12 +61,6 @@ def plain() -> Iterator[None]:
         patch.setattr(announcements, "AGAIN", 0.05)
         patch.setenv("PYTHONPATH", here())
         yield
-
-
-@pytest.fixture(scope="module")
-def usual(plain: None, shared: BrokerProcess, certificates: Certificates) -> Iterator[Serving]:
-    with exporting(shared.directory, certificates.host) as found:
-        yield found
 
 
 @pytest.fixture
@@ -211,14 +213,6 @@ def test_a_peer_that_knows_nothing_of_parts_is_offered_none(
             assert offered(connection) == [(name, 1, None)]
             with pytest.raises(NotFound):
                 connection.ask(Open(name, 2), ExportedVersion)
-
-
-def nobody() -> str:
-    """A user who is neither this one nor root."""
-    try:
-        return pwd.getpwnam("nobody").pw_name
-    except KeyError:
-        pytest.skip("this host has no user nobody")
 
 
 @pytest.mark.parametrize(("before", "mode"), [(None, 0o640), (0o644, 0o600), (0o600, 0o644)])

@@ -56,6 +56,7 @@ from tests.unit.integrations.cluster.hosts import (
     exporting,
     here,
     leases,
+    nobody,
     publish,
     sources,
 )
@@ -78,26 +79,12 @@ def logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=exporter.log.name)
 
 
-@pytest.fixture(scope="module")
-def usual(plain: None, shared: BrokerProcess, certificates: Certificates) -> Iterator[Serving]:
-    with exporting(shared.directory, certificates.host) as found:
-        yield found
-
-
 @pytest.fixture
 def serving(usual: Serving, directory: Path) -> Iterator[Serving]:
     """An exporter with the usual rules, that has no peer when a test begins, and none when it ends."""
     usual.meter.__init__()  # type: ignore[misc]
     yield usual
     eventually(lambda: usual.meter.connections == 0, "connections to end")
-
-
-def nobody() -> str:
-    """A user who is neither this one nor root."""
-    try:
-        return pwd.getpwnam("nobody").pw_name
-    except KeyError:
-        pytest.skip("this host has no user nobody")
 
 
 def over(connection: PeerConnection) -> None:

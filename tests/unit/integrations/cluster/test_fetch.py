@@ -27,6 +27,7 @@ from tests.cluster import ENGINE, ExporterProcess, exporting, need_engine
 from tests.unit.integrations.cluster.hosts import HOST, LAYOUT, Certificates, children, content, publish
 from tests.unit.integrations.cluster.liar import lying
 from tests.unit.integrations.cluster.test_fetch_process import version
+from tests.unit.server.processes import alive
 
 need_engine()
 
@@ -198,15 +199,7 @@ def test_with_the_caller_the_process_and_the_draft_end(certificates: Certificate
             finally:
                 caller.kill()
         eventually(lambda: not broker.pools(), "the draft to go")
-        eventually(lambda: not _lives(writer), "the process to end")
-
-
-def _lives(pid: int) -> bool:
-    """Whether a process runs: one of another parent may stay as a zombie, where nobody waits for it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        eventually(lambda: not alive(writer), "the process to end")
 
 
 @pytest.mark.parametrize(

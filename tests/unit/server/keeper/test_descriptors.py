@@ -21,8 +21,8 @@ from tests.unit.server.processes import descriptors
 
 
 @pytest.fixture
-def keep(place: Path) -> Iterator[Keep]:
-    with Keep(place, "--descriptors", "300", "--pause", "0") as process:
+def keep(tmp_path: Path) -> Iterator[Keep]:
+    with Keep(tmp_path, "--descriptors", "300", "--pause", "0") as process:
         yield process
 
 
@@ -64,10 +64,10 @@ def test_a_connection_stays_open_while_the_process_is_away(keep: Keep) -> None:
         assert ours.recv(100) == b"yes"
 
 
-def test_a_listening_socket_and_a_pidfd_come_back_as_what_they_are(keep: Keep, place: Path) -> None:
+def test_a_listening_socket_and_a_pidfd_come_back_as_what_they_are(keep: Keep, tmp_path: Path) -> None:
     pupil = keep.next()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, socket.socket(socket.AF_UNIX) as door:
-        door.bind(str(place / "door"))
+        door.bind(str(tmp_path / "door"))
         door.listen()
         pidfd = os.pidfd_open(process.pid)
         pupil.store("s1", pidfd)
@@ -76,7 +76,7 @@ def test_a_listening_socket_and_a_pidfd_come_back_as_what_they_are(keep: Keep, p
         pupil = keep.again(pupil)
         (listener,), (pidfd,) = pupil.give("door"), pupil.give("s1")
         with socket.socket(fileno=listener) as found, socket.socket(socket.AF_UNIX) as visitor:
-            visitor.connect(str(place / "door"))
+            visitor.connect(str(tmp_path / "door"))
             found.accept()[0].close()
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
@@ -144,8 +144,8 @@ def test_many_connections_that_hang_up_at_once_leave_nothing(keep: Keep) -> None
     assert keep.again(pupil).inherited == {}
 
 
-def test_past_the_limit_it_says_loudly_what_it_drops_and_keeps_the_rest(place: Path) -> None:
-    with Keep(place, "--descriptors", "3") as keep:
+def test_past_the_limit_it_says_loudly_what_it_drops_and_keeps_the_rest(tmp_path: Path) -> None:
+    with Keep(tmp_path, "--descriptors", "3") as keep:
         pupil = keep.next()
         assert pupil.hello["limit"] == 3
         files = [os.memfd_create(str(number)) for number in range(5)]
@@ -164,8 +164,10 @@ def test_past_the_limit_it_says_loudly_what_it_drops_and_keeps_the_rest(place: P
 
 
 @pytest.mark.slow
-def test_names_that_would_not_fit_in_the_environment_are_dropped_since_the_next_start_would_fail(place: Path) -> None:
-    with Keep(place, "--descriptors", "2000", "--pause", "0") as keep:
+def test_names_that_would_not_fit_in_the_environment_are_dropped_since_the_next_start_would_fail(
+    tmp_path: Path,
+) -> None:
+    with Keep(tmp_path, "--descriptors", "2000", "--pause", "0") as keep:
         pupil = keep.next()
         most = MOST_BYTES // 256
         with memory(b"") as one:
@@ -179,8 +181,8 @@ def test_names_that_would_not_fit_in_the_environment_are_dropped_since_the_next_
 
 
 @pytest.mark.slow
-def test_as_many_as_the_limit_come_back_whatever_numbers_they_have(place: Path) -> None:
-    with Keep(place, "--descriptors", "1000", "--pause", "0") as keep:
+def test_as_many_as_the_limit_come_back_whatever_numbers_they_have(tmp_path: Path) -> None:
+    with Keep(tmp_path, "--descriptors", "1000", "--pause", "0") as keep:
         pupil = keep.next()
         for first in range(0, 1000, 100):
             files = [os.memfd_create("m") for _ in range(100)]

@@ -19,6 +19,7 @@ import pytest
 
 from cubroker.server.keeper.child import FIRST_PAUSE
 from tests.brokers import PATIENCE, eventually
+from tests.namespaces import children
 from tests.unit.cli.processes import COMMAND, run
 from tests.unit.server.keeper.harness import KEEP, Keep, contents, memory, pupil
 from tests.unit.server.processes import alive, descriptors
@@ -27,13 +28,9 @@ ENDING = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
 
 
 @pytest.fixture
-def keep(place: Path) -> Iterator[Keep]:
-    with Keep(place, "--pause", "0") as process:
+def keep(tmp_path: Path) -> Iterator[Keep]:
+    with Keep(tmp_path, "--pause", "0") as process:
         yield process
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def hasty(pause: float, *, first: float = FIRST_PAUSE) -> list[str]:
@@ -85,12 +82,12 @@ def test_what_was_ready_once_is_started_again_whatever_its_end(keep: Keep) -> No
     assert said.index("status 0") < said.index("status 1") < said.index("SIGKILL")
 
 
-def test_a_command_that_is_away_for_a_while_is_tried_until_it_is_back(place: Path) -> None:
-    program = place / "program"
-    script = f"#!/bin/sh\nexec {shlex.join(pupil(place))}\n"
+def test_a_command_that_is_away_for_a_while_is_tried_until_it_is_back(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    script = f"#!/bin/sh\nexec {shlex.join(pupil(tmp_path))}\n"
     program.write_text(script)
     program.chmod(0o755)
-    with Keep(place, "--pause", "0.05", command=[program]) as keep:
+    with Keep(tmp_path, "--pause", "0.05", command=[program]) as keep:
         first = keep.next()
         with memory(b"kept") as file:
             first.store("m", file)
@@ -104,8 +101,8 @@ def test_a_command_that_is_away_for_a_while_is_tried_until_it_is_back(place: Pat
 
 
 @pytest.mark.slow
-def test_pauses_grow_while_runs_are_short(place: Path) -> None:
-    with Keep(place, program=hasty(0.15)) as keep:
+def test_pauses_grow_while_runs_are_short(tmp_path: Path) -> None:
+    with Keep(tmp_path, program=hasty(0.15)) as keep:
         for _ in range(5):
             keep.next().exit(0)
         keep.next()
@@ -179,9 +176,9 @@ def test_no_message_ends_it(keep: Keep) -> None:
     keep.says("will not be reported before the next start")
 
 
-def test_nobody_but_the_process_has_a_say(keep: Keep, place: Path) -> None:
+def test_nobody_but_the_process_has_a_say(keep: Keep, tmp_path: Path) -> None:
     first = keep.next()
-    (path,) = place.glob("cubroker-keep-*/notify")
+    (path,) = tmp_path.glob("cubroker-keep-*/notify")
     assert path.parent.stat().st_mode & 0o777 == 0o700
     with memory(b"") as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.connect(str(path))
@@ -191,8 +188,8 @@ def test_nobody_but_the_process_has_a_say(keep: Keep, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -> None:
-    with Keep(place, "--watchdog", "0.5") as keep:
+def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(tmp_path: Path) -> None:
+    with Keep(tmp_path, "--watchdog", "0.5") as keep:
         first = keep.next(ready=False)
         assert first.hello["watchdog"] == 0.25
         assert first.hello["variables"]["WATCHDOG_PID"] == str(first.pid)
@@ -204,9 +201,9 @@ def test_a_hung_process_is_aborted_and_finds_again_what_it_stored(place: Path) -
         assert said.index("gave no sign of life in time, and is aborted") < said.index("SIGABRT")
 
 
-def test_a_process_is_watched_unless_it_is_not_to_be(place: Path, keep: Keep) -> None:
+def test_a_process_is_watched_unless_it_is_not_to_be(tmp_path: Path, keep: Keep) -> None:
     assert keep.next().hello["watchdog"] is None
-    other = place / "other"
+    other = tmp_path / "other"
     other.mkdir()
     with Keep(other, program=(*COMMAND, "keep")) as watching:
         assert watching.next(ready=False).hello["watchdog"] == 10.0
@@ -231,8 +228,8 @@ def test_a_process_that_is_never_ready_is_aborted() -> None:
     assert "gives up" in done.stderr.splitlines()[-1]
 
 
-def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_left(place: Path) -> None:
-    with Keep(place, "--stop-timeout", "0.3") as keep:
+def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_left(tmp_path: Path) -> None:
+    with Keep(tmp_path, "--stop-timeout", "0.3") as keep:
         first = keep.next()
         first.ignore(signal.SIGTERM)
         first.say("status", "two pools")
@@ -248,7 +245,7 @@ def test_a_process_that_does_not_end_is_killed_and_the_last_line_says_what_was_l
 
 
 @pytest.mark.slow
-def test_a_process_that_not_even_sigkill_ends_holds_up_no_end(place: Path) -> None:
+def test_a_process_that_not_even_sigkill_ends_holds_up_no_end(tmp_path: Path) -> None:
     harmless = """
 import os, signal, sys
 from cubroker.server.keeper import child, keeper
@@ -256,7 +253,7 @@ child.UNKILLABLE, kill = 0.2, os.kill
 os.kill = lambda pid, number: number == signal.SIGKILL or kill(pid, number)
 sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, child.TimeLimits(stop=0.2))))
 """
-    with Keep(place, program=[sys.executable, "-c", harmless]) as keep:
+    with Keep(tmp_path, program=[sys.executable, "-c", harmless]) as keep:
         first = keep.next()
         first.ignore(signal.SIGTERM)
         first.say("status", "two pools")
@@ -275,12 +272,12 @@ def test_a_stopped_process_is_continued_so_that_it_can_end(keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_it_ends_as_the_process_does_when_told_to(keep: Keep, place: Path, number: signal.Signals) -> None:
+def test_it_ends_as_the_process_does_when_told_to(keep: Keep, tmp_path: Path, number: signal.Signals) -> None:
     first = keep.next()
     first.expect(number)
     assert keep.end(number) == 100 + number
     assert f"{number.name}: waits for the end of the process" in keep.said()
-    assert [entry.name for entry in place.iterdir()] == ["test"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["test"]
 
 
 def test_a_process_that_dies_of_the_signal_is_reported_as_a_shell_does(keep: Keep) -> None:
@@ -326,8 +323,8 @@ IMPORTING = [sys.executable, "-X", "importtime", *KEEP[1:]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_that_comes_while_it_is_imported_ends_nothing(place: Path, number: signal.Signals) -> None:
-    with Keep(place, program=IMPORTING) as keep:
+def test_a_signal_that_comes_while_it_is_imported_ends_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with Keep(tmp_path, program=IMPORTING) as keep:
         importing(number, keep)
         first = keep.next(ready=False)
         assert not first.hello["blocked"]
@@ -338,9 +335,9 @@ def test_a_signal_that_comes_while_it_is_imported_ends_nothing(place: Path, numb
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
 def test_told_to_end_while_it_is_imported_it_ends_before_it_starts_anything(
-    place: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals
 ) -> None:
-    with Keep(place, program=IMPORTING) as keep:
+    with Keep(tmp_path, program=IMPORTING) as keep:
         importing(number, keep)
         assert keep.status() == 0
         assert keep.said().splitlines()[-1] == f"cubroker keep: {number.name}: ends"
@@ -363,16 +360,16 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [*ENDING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_that_comes_while_it_ends_changes_nothing(place: Path, number: signal.Signals) -> None:
-    with Keep(place, program=[sys.executable, "-c", LATE.replace("NUMBER", str(int(number)))]) as keep:
+def test_a_signal_that_comes_while_it_ends_changes_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with Keep(tmp_path, program=[sys.executable, "-c", LATE.replace("NUMBER", str(int(number)))]) as keep:
         first = keep.next()
         first.expect(signal.SIGTERM)
         assert keep.end() == 100 + signal.SIGTERM
         assert keep.said().splitlines()[-1] == "at its end"
 
 
-def test_between_two_runs_it_ends_at_once_with_the_status_of_the_last(place: Path) -> None:
-    with Keep(place, program=hasty(1000.0, first=1000.0)) as keep:
+def test_between_two_runs_it_ends_at_once_with_the_status_of_the_last(tmp_path: Path) -> None:
+    with Keep(tmp_path, program=hasty(1000.0, first=1000.0)) as keep:
         keep.next().exit(4)
         keep.next().exit(9)
         keep.says("the next start comes in 1000.00 s")
@@ -406,17 +403,17 @@ def masks(states: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_process_has_signals_as_its_keeper_got_them(place: Path) -> None:
+def test_a_process_has_signals_as_its_keeper_got_them(tmp_path: Path) -> None:
     states = ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"]
     alone = subprocess.run(states, capture_output=True, text=True, check=True)
     assert masks(run("keep", "--", *states).stdout) == masks(alone.stdout)
-    with Keep(place, before=["nohup"]) as keep:
+    with Keep(tmp_path, before=["nohup"]) as keep:
         assert signal.SIGHUP in keep.next().hello["ignored"]
 
 
 @pytest.mark.slow
-def test_a_log_that_nobody_reads_holds_nothing_up(place: Path) -> None:
-    with Keep(place, "--pause", "0") as keep:
+def test_a_log_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> None:
+    with Keep(tmp_path, "--pause", "0") as keep:
         assert keep.process.stderr
         fcntl.fcntl(keep.process.stderr, fcntl.F_SETPIPE_SZ, 1 << 14)
         first = keep.next()
@@ -454,7 +451,7 @@ def test_no_descriptor_left_costs_what_was_sent_then_and_nothing_else(keep: Keep
 
 
 @pytest.mark.slow
-def test_without_memory_or_room_for_a_process_it_tries_again(place: Path) -> None:
+def test_without_memory_or_room_for_a_process_it_tries_again(tmp_path: Path) -> None:
     failing = """
 import os, sys
 from cubroker.server.keeper import keeper
@@ -470,7 +467,7 @@ os.fork = often(os.fork, 1, BlockingIOError(11, "no more processes"))
 os.waitpid = often(os.waitpid, 2, MemoryError("none left"))
 sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause=0)))
 """
-    with Keep(place, program=[sys.executable, "-c", failing]) as keep:
+    with Keep(tmp_path, program=[sys.executable, "-c", failing]) as keep:
         first = keep.next()
         with memory(b"x") as file:
             first.store("x", file)
@@ -482,7 +479,7 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause=0)))
         assert said.count("cannot continue at the moment: none left") == 2
 
 
-def test_where_no_process_can_be_it_says_so(place: Path) -> None:
+def test_where_no_process_can_be_it_says_so(tmp_path: Path) -> None:
     failing = """
 import os, sys
 from cubroker.server.keeper import keeper
@@ -491,7 +488,7 @@ def fork():
 os.fork = fork
 sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause=0)))
 """
-    with Keep(place, program=[sys.executable, "-c", failing]) as keep:
+    with Keep(tmp_path, program=[sys.executable, "-c", failing]) as keep:
         assert keep.status() == 126
         assert "cannot start another process: no more processes" in keep.said()
 
@@ -500,8 +497,8 @@ sys.exit(keeper.keep(keeper.Terms(sys.argv[2:], 10, pause=0)))
     subprocess.run(["unshare", "--pid", "--fork", "true"], check=False, stderr=subprocess.DEVNULL).returncode != 0,
     reason="needs to make pid namespaces",
 )
-def test_as_the_first_process_it_reaps_orphans_and_obeys_signals(place: Path) -> None:
-    with Keep(place, "--pause", "0", before=["unshare", "--pid", "--fork", "--kill-child"]) as keep:
+def test_as_the_first_process_it_reaps_orphans_and_obeys_signals(tmp_path: Path) -> None:
+    with Keep(tmp_path, "--pause", "0", before=["unshare", "--pid", "--fork", "--kill-child"]) as keep:
         first = keep.next()
         assert first.hello["pid"] == 2
         (init,) = children(keep.process.pid)
@@ -517,8 +514,8 @@ def test_as_the_first_process_it_reaps_orphans_and_obeys_signals(place: Path) ->
 
 
 @pytest.mark.slow
-def test_a_limit_of_open_files_bounds_what_can_be_kept(place: Path) -> None:
-    with Keep(place, before=["prlimit", "--nofile=256:3024"]) as keep:
+def test_a_limit_of_open_files_bounds_what_can_be_kept(tmp_path: Path) -> None:
+    with Keep(tmp_path, before=["prlimit", "--nofile=256:3024"]) as keep:
         first = keep.next()
         assert first.hello["limit"] == 1000
         assert resource.prlimit(first.pid, resource.RLIMIT_NOFILE) == (3024, 3024)

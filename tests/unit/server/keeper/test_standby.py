@@ -17,7 +17,7 @@ import pytest
 
 from cubroker.server.standby import OUTDATED, SPEAKS
 from tests.brokers import eventually
-from tests.namespaces import unshare
+from tests.namespaces import children, unshare
 from tests.unit.cli.processes import environment, run
 from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory
 from tests.unit.server.processes import alive, descriptors
@@ -46,14 +46,14 @@ def command(directory: Path, *modules: str) -> list[str]:
     return [sys.executable, "-m", "tests.unit.server.keeper.kept_process", str(directory / "test"), *modules]
 
 
-def kept(place: Path, *modules: str, answer: float = 60.0, settled: float = 0.0) -> Keep:
+def kept(tmp_path: Path, *modules: str, answer: float = 60.0, settled: float = 0.0) -> Keep:
     """Return a keeper of such a process."""
-    return Keep(place, program=eager(answer, settled), command=command(place, *modules))
+    return Keep(tmp_path, program=eager(answer, settled), command=command(tmp_path, *modules))
 
 
 @pytest.fixture
-def keep(place: Path) -> Iterator[Keep]:
-    with kept(place) as process:
+def keep(tmp_path: Path) -> Iterator[Keep]:
+    with kept(tmp_path) as process:
         yield process
 
 
@@ -67,12 +67,6 @@ def standing_by(keep: Keep, which: int = 1) -> int:
     """Wait until so many processes have stood by, one after the other; return the pid of the last."""
     said = keep.says(f"(process [0-9]+ stands by(.|\n)*){{{which}}}")
     return int(re.findall("process ([0-9]+) stands by", said)[which - 1])
-
-
-def children(keep: Keep) -> list[int]:
-    """The processes that a keeper has."""
-    pid = keep.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_the_next_run_stands_by_and_gets_what_is_stored(keep: Keep) -> None:
@@ -128,31 +122,31 @@ def test_a_command_that_does_not_know_of_it_is_never_started_in_advance(keep: Ke
     first.say("ready", "")
     first.barrier()
     assert "KEEPER_STANDBY" not in str(first.hello["variables"])
-    assert children(keep) == [first.pid]
+    assert children(keep.process.pid) == [first.pid]
 
 
-def test_of_a_command_that_a_script_starts_none_stands_by(place: Path) -> None:
-    script = place / "script"
-    script.write_text(f"#!/bin/sh\necho prepared >> {place}/prepared\nexec {shlex.join(command(place))}\n")
+def test_of_a_command_that_a_script_starts_none_stands_by(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/sh\necho prepared >> {tmp_path}/prepared\nexec {shlex.join(command(tmp_path))}\n")
     script.chmod(0o755)
-    with Keep(place, program=eager(60.0, 0.0), command=[script]) as keep:
+    with Keep(tmp_path, program=eager(60.0, 0.0), command=[script]) as keep:
         first = serves(keep.next(ready=False), "X_STANDBY=1")  # as builds said that did not know of scripts
         first.barrier()
         first.barrier()
-        assert children(keep) == [first.pid]
-        assert (place / "prepared").read_text() == "prepared\n"
+        assert children(keep.process.pid) == [first.pid]
+        assert (tmp_path / "prepared").read_text() == "prepared\n"
         first.kill()
         keep.next()
         assert "stood by" not in keep.said()
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, and setpriv to be less")
-def test_a_broker_stands_by_where_proc_hides_it_from_the_keeper(place: Path) -> None:
+def test_a_broker_stands_by_where_proc_hides_it_from_the_keeper(tmp_path: Path) -> None:
     mount = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
     less = ["setpriv", "--regid=65534", "--clear-groups", "--bounding-set=-all"]
     before = [*unshare("--mount"), "sh", "-c", mount, "sh", *less]
-    serve = [sys.executable, "-m", "cubroker.server", place / "run", "--devices", "host:1@64MiB"]
-    with Keep(place, before=before, program=eager(60.0, 0.0), command=serve) as keep:
+    serve = [sys.executable, "-m", "cubroker.server", tmp_path / "run", "--devices", "host:1@64MiB"]
+    with Keep(tmp_path, before=before, program=eager(60.0, 0.0), command=serve) as keep:
         standing_by(keep)
 
 
@@ -168,16 +162,16 @@ def test_one_that_is_killed_while_it_stands_by_is_replaced(keep: Keep) -> None:
     assert keep.next(ready=False).pid == other
 
 
-def test_where_none_stands_by_yet_the_next_run_is_started_as_ever(place: Path) -> None:
-    with kept(place, settled=3600.0) as keep:
+def test_where_none_stands_by_yet_the_next_run_is_started_as_ever(tmp_path: Path) -> None:
+    with kept(tmp_path, settled=3600.0) as keep:
         first = serves(keep.next(ready=False))
         first.kill()
         keep.next()
         assert "stood by" not in keep.said()
 
 
-def test_one_that_hangs_is_ended_and_the_next_run_is_started(place: Path) -> None:
-    with kept(place, answer=0.1) as keep:
+def test_one_that_hangs_is_ended_and_the_next_run_is_started(tmp_path: Path) -> None:
+    with kept(tmp_path, answer=0.1) as keep:
         first = serves(keep.next(ready=False))
         waiting = standing_by(keep)
         with memory(b"kept") as file:
@@ -192,8 +186,8 @@ def test_one_that_hangs_is_ended_and_the_next_run_is_started(place: Path) -> Non
         keep.says(f"process {waiting} is not ready after 0.1 s, and is aborted")
 
 
-def test_one_that_has_taken_over_has_as_long_for_its_start_as_any(place: Path) -> None:
-    with kept(place, answer=0.1) as keep:
+def test_one_that_has_taken_over_has_as_long_for_its_start_as_any(tmp_path: Path) -> None:
+    with kept(tmp_path, answer=0.1) as keep:
         first = serves(keep.next(ready=False))
         waiting = standing_by(keep)
         first.kill()
@@ -229,25 +223,25 @@ def test_it_ends_with_a_keeper_that_is_killed(keep: Keep) -> None:
     assert "cannot be told" in str(first.say("status", "alive"))
 
 
-def _install(place: Path, name: str, what: str) -> None:
+def _install(tmp_path: Path, name: str, what: str) -> None:
     """Put a version of a module there, as installers do: another file, which may be older than what it replaces."""
-    module = place / "lib" / f"{name}.py"
+    module = tmp_path / "lib" / f"{name}.py"
     module.parent.mkdir(exist_ok=True)
     module.with_suffix(".new").write_text(f'"""{what}"""\n')
     os.utime(module.with_suffix(".new"), (1, 1))
     module.with_suffix(".new").rename(module)
 
 
-def test_code_that_was_replaced_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
-    _install(place, "own_code", "before")
-    with kept(place, "own_code") as keep:
+def test_code_that_was_replaced_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
+    _install(tmp_path, "own_code", "before")
+    with kept(tmp_path, "own_code") as keep:
         first = serves(keep.next(ready=False))
         waiting = standing_by(keep)
         with memory(b"kept") as file:
             first.store("m", file)
         first.barrier()
-        _install(place, "own_code", "after!")
+        _install(tmp_path, "own_code", "after!")
         first.kill()
         second = keep.next(ready=False)
         assert second.pid != waiting
@@ -260,21 +254,21 @@ def test_code_that_was_replaced_is_not_used(place: Path, monkeypatch: pytest.Mon
 
 
 def test_one_that_cannot_be_imported_is_tried_again_after_pauses_that_grow(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
-    _install(place, "own_code", "broken")
-    (place / "lib" / "own_code.py").write_text("raise SystemExit(3)\n")
-    with kept(place, "own_code") as keep:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
+    _install(tmp_path, "own_code", "broken")
+    (tmp_path / "lib" / "own_code.py").write_text("raise SystemExit(3)\n")
+    with kept(tmp_path, "own_code") as keep:
         first = serves(keep.next(ready=False))
         keep.says("(which stood by, ended with status 3(.|\n)*){3}")
-        _install(place, "own_code", "mended")
+        _install(tmp_path, "own_code", "mended")
         standing_by(keep)
         first.barrier()
 
 
-def test_a_variable_that_no_keeper_has_set_is_refused(place: Path) -> None:
-    serve = ["serve", "--devices", "host:1@64MiB", "--directory", str(place / "run")]
+def test_a_variable_that_no_keeper_has_set_is_refused(tmp_path: Path) -> None:
+    serve = ["serve", "--devices", "host:1@64MiB", "--directory", str(tmp_path / "run")]
     for value, why in (("text", "no process but `cubroker keep` may set it"), ("2", "socket")):
         done = run(*serve, env=environment(KEEPER_STANDBY=value))
         assert done.returncode == 1

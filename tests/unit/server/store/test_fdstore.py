@@ -69,9 +69,9 @@ class Place:
 
 
 @pytest.fixture
-def full(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(sd_notify, "PATIENCE", FOR_EVER)
-    found = Place(place / "notify")
+    found = Place(tmp_path / "notify")
     found.fill()
     yield found
     found.notifier.close()

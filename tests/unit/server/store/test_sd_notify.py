@@ -24,10 +24,10 @@ from tests.unit.server.keeper.harness import memory
 
 
 @pytest.fixture
-def channel(place: Path) -> Iterator[socket.socket]:
+def channel(tmp_path: Path) -> Iterator[socket.socket]:
     """Where a service manager would listen."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
-        listening.bind(str(place / "notify"))
+        listening.bind(str(tmp_path / "notify"))
         yield listening
 
 

@@ -10,7 +10,6 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -100,13 +99,6 @@ class Stage:
         """How many descriptors of each name the fdstore has."""
         self.fdstore.settle()
         return {name: len(descriptors) for name, descriptors in self.fdstore.stored.items()}
-
-
-@pytest.fixture
-def fdstore(tmp_path: Path) -> Iterator[FdStore]:
-    house = FdStore(tmp_path / "notify")
-    yield house
-    house.close()
 
 
 def hears(client: socket.socket) -> Greeting:
