@@ -114,15 +114,6 @@ def test_other_words_are_no_greeting(broker: BrokerProcess) -> None:
         assert isinstance(said(broker.directory, data), Refused)
 
 
-def test_whatever_is_said_after_the_greeting_ends_the_connection(broker: BrokerProcess) -> None:
-    for value, _ in SAMPLES:
-        with connect(broker.directory) as connection:
-            connection.send(HELLO)
-            assert isinstance(wire.unpack(connection.recv(1 << 16), Greeting), Welcome)
-            connection.send(wire.pack(value))
-            assert not connection.recv(1)
-
-
 # -- the request socket ------------------------------------------------------------------------------
 
 
@@ -231,16 +222,6 @@ def test_a_message_too_long_or_too_deep_costs_a_small_multiple_of_its_bytes(brok
         client.dealer.send(client.sign(data.replace(SECRET, client.welcome.secret)))
         Sender(client).settle()
         assert resident(broker.pid) - before < 32 * MIB + 8 * len(data)
-
-
-def test_a_message_past_every_bound_ends_its_connection(broker: BrokerProcess) -> None:
-    gateway = gateway_of(broker.pid)
-    with session(broker.directory) as client:
-        client.dealer.send(bytes(wire.MAX_MESSAGE + 1))
-    with session(broker.directory) as client:
-        assert client.devices()
-    assert gateway_of(broker.pid) == gateway
-    assert resident(gateway) < 200 * MIB
 
 
 # -- descriptors that nobody asked for -----------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -173,15 +172,6 @@ def test_large_answers_one_after_the_other_come_to_whom_reads_them(broker: Broke
         for _ in range(30 * HOSTILITY):
             assert client.ask(Describe("large", 0), Description).layout == layout.encode()
             acknowledge(client)
-
-
-@pytest.mark.slow
-def test_gateways_that_are_stopped_are_replaced(broker: BrokerProcess, witness: Witness) -> None:
-    for _ in range(HOSTILITY):
-        stopped = gateway_of(broker.pid)
-        os.kill(stopped, signal.SIGSTOP)
-        witness.check()
-        assert not alive(stopped)
 
 
 @pytest.mark.slow

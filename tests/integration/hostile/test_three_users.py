@@ -243,19 +243,6 @@ def test_root_without_capabilities_and_root_of_a_container_administer_nothing(
         assert outcome(real("retire", "ruled")) == "done"
 
 
-def test_a_user_that_uses_up_its_quota_takes_nothing_from_the_others(users: Mapping[str, Visitor]) -> None:
-    carol, published = users["carol"], list[str]()
-    while outcome(answer := carol("publish", f"greed-{len(published)}", 0o644)) == "done":
-        published.append(f"greed-{len(published)}")
-    assert answer["code"] == "over_quota"
-    assert len(published) == 4
-    for who in ("alice", "bob", "container"):
-        assert users[who]("publish", f"modest-{who}") == 1
-        users[who]("retire", f"modest-{who}")
-    for name in published:
-        carol("retire", name)
-
-
 # -- the processes of the broker, and its directory ----------------------------------------------------
 
 

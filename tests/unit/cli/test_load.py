@@ -260,12 +260,6 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(directory: Path, path: Path
     assert states(directory) == []
 
 
-def test_an_unknown_device_is_refused_with_the_known_ones(directory: Path, path: Path, name: str) -> None:
-    done = run("load", name, path, "--device", "7", "--directory", directory)
-    assert done.returncode == 1
-    assert "it has 0 (cubroker host device 0, HOST-" in done.stderr.splitlines()[-1]
-
-
 def test_another_writer_is_a_refusal_unless_waited_for(directory: Path, path: Path, name: str) -> None:
     layout = Layout.pack([("t", "U8", (1,))])
     with Broker(directory) as broker, broker.create(name, layout):

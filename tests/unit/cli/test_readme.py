@@ -104,9 +104,3 @@ def test_the_commands_and_the_worker_of_the_readme_work_and_print_what_stands_th
         assert page.done
         broker.terminate()
         eventually(lambda: broker.poll() is not None, "the broker to end")
-
-
-def test_the_links_of_the_readme_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        if not target.startswith("http"):
-            assert (Path(__file__).parents[3] / target).exists(), target

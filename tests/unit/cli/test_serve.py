@@ -54,20 +54,6 @@ def test_a_broker_that_cannot_start_ends_wherever_its_words_go(directory: Path, 
         assert broker.wait(DEADLINE) == 1
 
 
-@pytest.mark.slow
-def test_a_second_broker_in_the_directory_is_refused_and_the_first_goes_on(directory: Path) -> None:
-    with started("serve", "--devices", "host:1@64MiB", "--directory", directory) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
-        second = run("serve", "--devices", "host:1@64MiB", "--directory", directory)
-        assert (second.returncode, second.stdout) == (1, "")
-        assert second.stderr.splitlines()[-1].startswith("cubroker: ")
-        assert str(directory) in second.stderr
-        assert run("ls", "--directory", directory).returncode == 0
-        first.terminate()
-        first.communicate(timeout=DEADLINE)
-
-
 def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
     done = run("serve", "--devices", "host:1@64MiB", "--budget", "1GiB", "--directory", directory)
     assert done.returncode == 1

@@ -136,11 +136,3 @@ def test_no_more_is_received_than_fills_a_batch(bench: Bench, monkeypatch: pytes
         bench.receive()
         assert bench.intake.full is (start < 10)
         assert bench.batches() == [[b"%04d" % number for number in range(start, min(start + 5, 12))]]
-
-
-def test_a_message_of_several_frames_is_dropped(bench: Bench) -> None:
-    client = bench.client()
-    client.send_multipart([b"x"] * 100)
-    client.send(b"good")
-    bench.receive()
-    assert bench.batches() == [[b"good"]]
