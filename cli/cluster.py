@@ -254,6 +254,7 @@ def fetch_pool(
             owner=owners or None,
             wait=limit,
             progress=report,
+            waiting=report.wait,
             **common,
         )
     _tell(fetched, as_json=as_json)

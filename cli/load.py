@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from threading import Event
 from time import monotonic, perf_counter
 from typing import Protocol
 
@@ -19,6 +17,7 @@ from cubroker.cli import completion, format, options
 from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.client.loading.verify import verify
+from cubroker.client.loading.waits import telling_waits
 from cubroker.protocol.errors import Corrupted, CubrokerError, Unsupported
 from cubroker.protocol.status import PoolInfo
 
@@ -81,7 +80,7 @@ def load_pool(
         there = broker.devices()
         devices = None if plan else options.find_devices(chosen or ("0",), there)
         placed = plan and {tensor: options.find_device(device, there) for tensor, device in plan.items()}
-        with progress(f"loading {name}") as report, telling_waits(broker, report):
+        with progress(f"loading {name}") as report, telling_waits(broker, report.wait):
             loaded = load(
                 broker,
                 name,
@@ -246,27 +245,6 @@ def progress(title: str) -> Iterator[Display]:
         yield ProgressLines(title)
 
 
-@contextmanager
-def telling_waits(broker: Broker, report: Display) -> Iterator[None]:
-    """While the block runs, look every few seconds whether a request of this session waits, and show for what."""
-    ended = Event()
-
-    def watch() -> None:
-        with suppress(CubrokerError):  # the block fails, too, and says why
-            while not ended.wait(EVERY):
-                waiters = broker.look().waiters if broker.requests.waiting() else ()
-                for waiter in waiters:
-                    if waiter.session == broker.session and not ended.is_set():
-                        report.wait(waiter.awaits)
-
-    with suppress(RuntimeError):  # there are no threads: the user is told less, and by the load, if it needs some
-        start_new_thread(watch, ())
-    try:
-        yield
-    finally:
-        ended.set()
-
-
 class ProgressLines:
     """A line every few seconds, with the rate since the beginning."""
 
@@ -293,8 +271,8 @@ class ProgressLines:
 
 
 def waits(reason: str) -> str:
-    """Return what a transfer waits for, and where a user sees more of it."""
-    return f"waits for {format.printable(reason)}; see `cubroker top`"
+    """Return what a transfer waits for, as a user reads it."""
+    return f"waits for {format.printable(reason)}"
 
 
 def eta(seconds: float) -> str:
@@ -315,7 +293,7 @@ def _bar(title: str) -> Iterator[Display]:
 
     class Figures(ProgressColumn):
         def render(self, task: Task) -> Text:
-            if task.total is None:  # the load waits for its turn, or for room
+            if task.total is None:  # the transfer has not begun, and may wait
                 return Text(task.fields["reason"])
             speed = format.size(task.speed or 0)
             left = "" if task.time_remaining is None else f"  {eta(task.time_remaining)}"

@@ -73,6 +73,7 @@ def fetch(
     patience: float = PATIENCE,
     connect_timeout: float | None = None,
     progress: OnProgress | None = None,
+    waiting: Callable[[str], object] | None = None,
 ) -> Fetched:
     """Fetch a version of a pool from other hosts, and publish it as the next version of the pool of that name here.
 
@@ -100,6 +101,7 @@ def fetch(
         patience: seconds that a source may deliver nothing, and that a fetch continues without any source.
         connect_timeout: seconds to wait for this host's broker to open the session, as for :class:`cubroker.Broker`.
         progress: called repeatedly, by this thread, with the bytes that are there and the bytes in all.
+        waiting: called by this thread with what the fetch waits for, after a few seconds of it and whenever it changes.
 
     Raises:
         NotFound: no source has it, for the user that the certificate names.
@@ -114,7 +116,8 @@ def fetch(
     terms = {"share": share, "mode": mode, "durable": durable, "width": width}
     limits = {"patience": patience, "connect_timeout": connect_timeout}
     asked = {"version": version_number(version), "if_absent": if_absent, "owners": uids(owner), "wait": seconds(wait)}
-    return carry_out(_ordered(name, sources, directory, certificates, devices, **terms, **limits, **asked), progress)
+    order = _ordered(name, sources, directory, certificates, devices, **terms, **limits, **asked)
+    return carry_out(order, progress, waiting)
 
 
 def follow(
@@ -254,7 +257,9 @@ def _devices(given: Sequence[DeviceId] | None) -> tuple[str | int, ...] | None:
     return tuple(each if isinstance(each, int) else str(each) for each in devices)
 
 
-def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
+def carry_out(
+    order: Order, progress: OnProgress | None = None, waiting: Callable[[str], object] | None = None
+) -> Fetched:
     """Start a process that carries out an order, and return its result; raises as :func:`fetch` does."""
     command, ordered = engine_command(MODULE), encode_json(order) + b"\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
@@ -268,6 +273,8 @@ def carry_out(order: Order, progress: OnProgress | None = None) -> Fetched:
                 told = _read(line)
                 if told.progress and progress:
                     progress(*told.progress)
+                if told.awaits and waiting:
+                    waiting(told.awaits)
                 if told.error:
                     raise Silent(told.error[1]) if told.silent else from_code(*told.error)
                 if told.fetched:

@@ -30,6 +30,7 @@ import msgspec
 
 from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.client.devices import find
+from cubroker.client.loading import waits
 from cubroker.client.loading.loader import trusted
 from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
 from cubroker.client.transport.handshake import Silent
@@ -62,9 +63,11 @@ Happened: TypeAlias = Reported | Filled
 class Fetch:
     """One fetch, from the order to the published version."""
 
-    def __init__(self, order: Order, report: Callable[[int, int], None]) -> None:
+    def __init__(self, order: Order, report: Callable[[int, int], None], tell: Callable[[str], object]) -> None:
         self._order = order
         self._report = report
+        #: Called by any thread, repeatedly, with what this waits for.
+        self._tell = tell
         self._events: SimpleQueue[Happened] = SimpleQueue()
         self._began = time.monotonic()
         self._sources = SourceChoice(order, self._events.put)
@@ -74,6 +77,7 @@ class Fetch:
         order = self._order
         with ExitStack() as undo:
             broker = undo.enter_context(Broker(order.directory, connect_timeout=order.connect_timeout))
+            undo.enter_context(waits.telling_waits(broker, self._tell))
             self._sources.own = identity.host(broker.directory)
             order = msgspec.structs.replace(order, devices=_uuids(broker, order))
             if order.if_absent:  # callers that wait for the lock hold nothing at the sources
@@ -120,9 +124,13 @@ class Fetch:
     def _open(self) -> ExportedVersion:
         """Return the version as the first source that has it describes it."""
         deadline = self._began + self._order.wait
+        tell = time.monotonic() + waits.EVERY
         while True:
             self._sources.ask(again=time.monotonic() < deadline)
-            event = self._event(min(self._sources.next_due(), max(0.0, deadline - time.monotonic()) or REPORT))
+            if (now := time.monotonic()) >= tell:
+                self._tell(self._sources.awaits)
+                tell = now + waits.EVERY
+            event = self._event(min(self._sources.next_due(), max(0.0, deadline - now) or REPORT, tell - now))
             if isinstance(event, Ready) and self._sources.ready(event):
                 return event.opened
             if not self._sources.asking and (time.monotonic() >= deadline or self._sources.hopeless):
@@ -282,6 +290,7 @@ _out = sys.stdout.buffer
 
 
 def _say(told: StatusLine) -> None:
+    """Print a line. Two threads may do so at once: a buffered stream writes the bytes of one call together."""
     _out.write(encode_json(told) + b"\n")
     _out.flush()
 
@@ -316,7 +325,7 @@ def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     Thread(target=_end_with_caller, name="cubroker-caller", daemon=True).start()
     with _own_output():
-        said = 0.0
+        said, awaits = 0.0, ""
 
         def report(done: int, total: int) -> None:
             nonlocal said
@@ -325,9 +334,15 @@ def main() -> None:
                 said = now
                 _say(StatusLine(progress=(done, total)))
 
+        def tell(reason: str) -> None:
+            nonlocal awaits
+            if reason != awaits:
+                awaits = reason
+                _say(StatusLine(awaits=reason))
+
         status = 1
         try:
-            fetched = Fetch(order, report).run()
+            fetched = Fetch(order, report, tell).run()
             _say(StatusLine(fetched=fetched))
             status = 0
         except CubrokerError as error:

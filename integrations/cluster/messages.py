@@ -316,6 +316,8 @@ class StatusLine(Struct, frozen=True):
 
     #: Bytes that are there, and bytes in all.
     progress: tuple[int, int] | None = None
+    #: What the fetch waits for.
+    awaits: str = ""
     fetched: Fetched | None = None
     #: The code and the text of an error.
     error: tuple[str, str] | None = None

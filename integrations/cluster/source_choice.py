@@ -405,11 +405,24 @@ class SourceChoice:
         return all(source.join(max(0.0, deadline - time.monotonic())) or source.closed for source in writing)
 
     def why(self) -> CubrokerError:
-        """Return the error that says why there is no source: of the most telling kind, with each host's text."""
+        """Return the error that says why there is no source."""
+        code, text = self._reason()
+        return from_code(code, f"{self._order.name} cannot be fetched: {text}")
+
+    @property
+    def awaits(self) -> str:
+        """What a fetch waits for that has no source yet."""
+        if self._engaged:
+            return f"{', '.join(str(source.address) for source in self._engaged)} to open the version"
+        return f"a host to fetch from: {self._reason()[1]}"
+
+    def _reason(self) -> tuple[str, str]:
+        """Return why there is no source: the code of the error that tells most, and each host's text."""
         if self._hosts and all(host.own for host in self._hosts):
             own = ", ".join(str(host.address) for host in self._hosts)
-            return Invalid(f"{self._order.name} cannot be fetched: {own} is this host itself; name others")
+            return Invalid.code, f"{own} is this host itself; name others"
         errors = [(host.address, host.error) for host in self._hosts if host.error]
+        errors = errors or [(host.address, Unavailable("no answer yet")) for host in self._hosts if host.source]
         for kind in (Corrupted, Denied, Invalid, Unsupported, OverQuota, NotFound, CubrokerError):
             errors.sort(key=lambda pair: not isinstance(pair[1], kind))
             if errors and isinstance(errors[0][1], kind):
@@ -419,8 +432,8 @@ class SourceChoice:
                 ]
                 more = len(errors) - len(told)
                 told += [f"and {more} more"] * (more > 0)
-                return from_code(errors[0][1].code, f"{self._order.name} cannot be fetched: {'; '.join(told)}")
-        return Unavailable(f"{self._order.name} cannot be fetched: no host is known")
+                return errors[0][1].code, "; ".join(told)
+        return Unavailable.code, "no host is known"
 
     def _host(self, source: SourceReader) -> Host | None:
         """Return a source's host; None if it was given up."""

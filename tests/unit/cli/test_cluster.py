@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from cubroker.cli import cluster, main
+from cubroker.cli import cluster, format, main
 from cubroker.client import Broker
+from cubroker.integrations.cluster import fetch as fetching
 from cubroker.integrations.cluster.messages import Fetched, Offer, Offers, PeerRefusal
 from cubroker.protocol.paths import SESSION_SOCKET
 from tests import accounts
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.cluster import ENGINE, exporting, fetch, need_engine
-from tests.unit.cli.processes import environment, run
+from tests.unit.cli.processes import DEADLINE, environment, run
 from tests.unit.integrations.cluster.hosts import HOST, Certificates, publish
 from tests.unit.integrations.cluster.liar import lying
 
@@ -236,6 +237,37 @@ def test_what_is_there_is_not_fetched_again(certificates: Certificates, director
         assert broker.session == before + 2  # the fetch takes one
     assert {*told} == KEYS
     assert (told["schema"], told["name"], told["version"], told["fetched"]) == (1, name, 1, False)
+
+
+IMPATIENT = """
+from cubroker.client.loading import waits
+from cubroker.integrations.cluster import fetch_process
+
+waits.EVERY = 0.01
+fetch_process.main()
+"""
+
+
+def test_what_a_fetch_waits_for_is_told(
+    certificates: Certificates, directory: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(fetching, "MODULE", "impatient")
+    lines: list[str] = []
+    given = ("--from", "gpu-1", "--directory", directory, "--certificates", certificates.host, "--wait", DEADLINE)
+    with Broker(directory) as broker, broker.lock(name) as lock:
+
+        def note(line: str) -> None:
+            lines.append(line)
+            if "waits" in line:
+                publish(directory, name)
+                lock.close()
+
+        monkeypatch.setattr(format, "note", note)
+        assert main.run(["fetch", name, "--if-absent", *map(str, given)]) == 0
+    begun = f"fetching {name}"
+    assert lines == [begun, f"{begun}: waits for the lock of the name; see `cubroker top`"]
 
 
 def test_a_fetch_that_fails_is_one_line(certificates: Certificates, directory: Path, tmp_path: Path) -> None:

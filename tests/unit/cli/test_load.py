@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cubroker.cli.load import EVERY, ProgressLines, progress, telling_waits
+from cubroker.cli.load import EVERY, ProgressLines, progress
 from cubroker.client import Broker, Draft
+from cubroker.client.loading.waits import telling_waits
 from cubroker.protocol import Layout
 from tests import checkpoints
 from tests.brokers import eventually, serving
@@ -324,10 +325,10 @@ def test_plain_progress_speaks_now_and_then(capsys: pytest.CaptureFixture[str]) 
 def test_what_a_load_waits_for_is_told(
     directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cubroker.cli.load.EVERY", 0.01)
+    monkeypatch.setattr("cubroker.client.loading.waits.EVERY", 0.01)
     layout = Layout.pack([("w", "U8", (4,))])
     with Broker(directory) as one, Broker(directory) as other, ThreadPoolExecutor() as pool:
-        with one.create(name, layout), progress(f"loading {name}") as report, telling_waits(other, report):
+        with one.create(name, layout), progress(f"loading {name}") as report, telling_waits(other, report.wait):
             waiting = pool.submit(lambda: other.create(name, layout, wait=DEADLINE).close())
             errors = ""
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from cubroker.client import Broker, digests
+from cubroker.client.loading import waits
 from cubroker.client.pool import Replica
 from cubroker.client.transport import handshake
 from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
@@ -122,6 +123,8 @@ class Hosts:
         self._undo = undo
         self.all: list[Liar] = []
         self.reports: list[tuple[int, int]] = []
+        #: Called with what a fetch waits for.
+        self.told: Callable[[str], object] = lambda _: None
         self.fetching: Fetch
 
     def host(self, opened: object, pause: float = 0.0, **answers: object) -> Liar:
@@ -136,7 +139,7 @@ class Hosts:
         peers = order.pop("peers", None) or tuple(str(each.address) for each in self.all)
         options = {"name": self.name, "directory": str(self._directory), "patience": 5.0} | order
         this = Order(peers=peers, certificates=str(self._folder), **options)
-        self.fetching = Fetch(this, lambda *progress: self.reports.append(progress))
+        self.fetching = Fetch(this, lambda *progress: self.reports.append(progress), self.told)
         return self.fetching.run()
 
     def held(self) -> bytes:
@@ -751,6 +754,41 @@ def test_a_host_that_is_full_is_passed_over_and_asked_again(hosts: Hosts, name: 
     timer.start()
     assert hosts.fetch(wait=60.0).fetched
     timer.join()
+
+
+def test_what_a_fetch_without_a_source_waits_for_is_told(
+    hosts: Hosts, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "EVERY", 0.01)
+    told: list[str] = []
+    answers, opens = threading.Event(), threading.Event()
+
+    def late(event: threading.Event, answer: Any) -> Callable[..., None]:
+        def later(_: Liar, send: Callable[[bytes], None]) -> None:
+            event.wait()
+            send(frame(answer))
+
+        return later
+
+    host = hosts.host(None, List=late(answers, Offers((), 0, 8)))
+    steps = [answers.set, lambda: host.opens(late(opens, version()), name), opens.set]
+
+    def tell(reason: str) -> None:
+        if reason not in told:
+            told.append(reason)
+            steps[len(told) - 1]()
+
+    hosts.told = tell
+    try:
+        assert hosts.fetch(wait=60.0).fetched
+    finally:
+        answers.set()
+        opens.set()
+    assert told == [
+        f"a host to fetch from: {host.address}: no answer yet",
+        f"a host to fetch from: {host.address}: it has no {name} that this host may fetch",
+        f"{host.address} to open the version",
+    ]
 
 
 def test_a_host_that_refuses_this_one_is_not_asked_again(hosts: Hosts) -> None:
