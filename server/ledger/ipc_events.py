@@ -27,7 +27,8 @@ def close(tables: Tables, session: Session, body: messages.Close) -> messages.Do
 
 def end_lease(tables: Tables, lease: Lease, how: str) -> None:
     """End a lease and its events, and refuse the requests that wait by it; ``how`` says what its holder did."""
-    for waiter in tuple(lease.session.unfinished.values()):
+    # Sessions may have many requests that wait, and only writable versions have events.
+    for waiter in tuple(lease.session.unfinished.values()) if lease.version.writable else ():
         if isinstance(waiter, EventWaiter) and waiter.lease is lease:
             leases.refuse(tables, waiter, leases.no_lease(lease.id))
     for ipc_event in tuple(lease.ipc_events.values()):

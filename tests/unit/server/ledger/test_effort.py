@@ -86,6 +86,20 @@ def test_one_who_comes_or_goes_costs_the_same_however_many_wait_in_a_quota(event
     assert cost(MANY) < cost(FEW) * ALIKE
 
 
+def test_giving_back_a_lease_costs_the_same_however_many_requests_of_the_session_wait() -> None:
+    def cost(requests: int) -> int:
+        story = told()
+        story.publishes(1, "a")  # under lease 1
+        story.quietly(attaches(2, 900, "a"))
+        for request in range(1, 1 + requests):
+            story.ledger.handle(attaches(2, request, "b", wait=9.0))
+        opcodes = effort(story, asks(2, 901, m.Close(2)))
+        story << e.Respond(2, 901, m.Done())
+        return opcodes
+
+    assert cost(MANY) < cost(FEW) * ALIKE
+
+
 def test_refusing_all_who_may_not_write_a_pool_costs_in_proportion_to_them() -> None:
     def cost(requests: int) -> int:
         story = told()
