@@ -228,10 +228,8 @@ class LedgerObserver:
 
     def _after(self, event: events.LedgerEvent, effects: Collection[events.Effect]) -> None:
         if isinstance(event, events.RequestReceived):
-            done = events.Respond(event.session, event.request, messages.Done())
-            if isinstance(event.body, messages.Drain) and done in effects:
-                lends = "drains the broker, which lends nothing new" if event.body.on else "has the broker lend again"
-                self._log(logging.INFO, self._ledger.holder(event.session), lends)
+            if isinstance(event.body, messages.Drain):
+                self._drains(event, event.body, effects)
         elif isinstance(event, events.SessionOpened):
             self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
         elif isinstance(event, events.ProcessScanFinished | events.Reconfigured):
@@ -245,6 +243,11 @@ class LedgerObserver:
                 self._releases.begun(effect, time.monotonic())
             elif isinstance(effect, events.ForgetSession):
                 self._pending.pop(effect.session, None)
+
+    def _drains(self, event: events.RequestReceived, body: messages.Drain, effects: Collection[events.Effect]) -> None:
+        if events.Respond(event.session, event.request, messages.Done()) in effects:
+            lends = "drains the broker, which lends nothing new" if body.on else "has the broker lend again"
+            self._log(logging.INFO, self._ledger.holder(event.session), lends)
 
     def _measured(self) -> None:
         """Log once when a user has too much memory beyond leases, and once when that is over."""
