@@ -281,8 +281,8 @@ class Broker:
     async def connect(self) -> Self:
         """Open the session and load the driver, if not connected yet; raises as :class:`cubroker.Broker` does."""
         if self._broker is None:
-            connected = await _until_served(self._connect, self._wait)
-            await asyncio.to_thread(_load_driver, connected)
+            # In one step: the error of a cancelled task keeps this frame, and would keep the session.
+            connected = await _until_served(lambda: _with_driver(self._connect()), self._wait)
             if self._broker is None:  # else another task was faster
                 self._broker = connected
         return self
@@ -318,7 +318,7 @@ class Broker:
     async def reconnect(self, wait: float = 0.0) -> None:
         """See :meth:`cubroker.Broker.reconnect`. Each attempt is made in a thread of the loop."""
         await _until_served(self.blocking.reconnect, seconds(wait))
-        await asyncio.to_thread(_load_driver, self.blocking)
+        await asyncio.to_thread(_with_driver, self.blocking)
 
     # -- pools -------------------------------------------------------------------------------------
 
@@ -422,10 +422,11 @@ class Broker:
         return uuids
 
 
-def _load_driver(broker: BlockingBroker) -> None:
-    """Load the driver; an error is ignored here, and raised when a device is used."""
+def _with_driver(broker: BlockingBroker) -> BlockingBroker:
+    """Load the driver of a Broker, and return that; an error is ignored here, and raised when a device is used."""
     with suppress(CubrokerError):
         _ = broker.driver
+    return broker
 
 
 def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:

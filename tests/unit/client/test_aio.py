@@ -463,6 +463,27 @@ def test_a_session_whose_connect_was_cancelled_ends(broker: BrokerProcess) -> No
         eventually(lambda: len(observer.clients()) == 1, "the end of the session that no task waits for")
 
 
+def test_a_session_ends_whose_connect_was_cancelled_while_the_driver_was_loaded(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(BlockingBroker, "driver", property(lambda _: (loading.set(), go_on.wait(PATIENCE))))
+
+    async def cancelled() -> asyncio.CancelledError:
+        connecting = asyncio.create_task(Broker(broker.directory).connect())
+        await asyncio.to_thread(loading.wait, PATIENCE)
+        connecting.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await connecting
+        return caught.value
+
+    error = run(cancelled())
+    with BlockingBroker(broker.directory) as observer:
+        eventually(lambda: len(observer.clients()) == 1, "the end of the session, although there is still its error")
+    assert error.__traceback__
+
+
 def test_a_connect_to_no_broker_fails(tmp_path: Path) -> None:
     async def main() -> None:
         broker = Broker(tmp_path)
