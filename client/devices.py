@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import translate
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from cubroker.driver import Context, Device, Driver, DriverError, device_names, load
 from cubroker.driver.buffers import keep_first
@@ -22,6 +22,8 @@ DeviceId: TypeAlias = device_names.DeviceId
 
 Plan = Mapping[str, DeviceId]
 """The device of each tensor, by the tensor's name."""
+
+D = TypeVar("D")
 
 _drivers: dict[str, Driver] = {}
 _inherited = False
@@ -167,8 +169,8 @@ def find_plan(driver: Driver, plan: Plan) -> dict[str, str]:
     return {name: uuids[device] for name, device in plan.items()}
 
 
-def resolve_plan(plan: Plan, names: Iterable[str]) -> dict[str, DeviceId]:
-    """Return the device of each tensor in a plan of names and shell patterns.
+def resolve_plan(plan: Mapping[str, D], names: Iterable[str]) -> dict[str, D]:
+    """Return the device of each tensor in a plan of names and shell patterns, in which a device has one name.
 
     A tensor's own name precedes patterns; if several patterns match, the first one counts.
 
@@ -178,7 +180,7 @@ def resolve_plan(plan: Plan, names: Iterable[str]) -> dict[str, DeviceId]:
     """
     listed = dict.fromkeys(names)
     patterns = {entry: re.compile(translate(entry)).match for entry in plan if entry not in listed}
-    found: dict[str, DeviceId] = {}
+    found: dict[str, D] = {}
     matches: dict[str, set[str]] = {entry: set() for entry in patterns}
     for name in listed:
         entries = [entry for entry, match in patterns.items() if match(name)]

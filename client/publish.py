@@ -68,7 +68,7 @@ class Sources:
             NotFound: no such device.
         """
         if plan is not None:
-            return devices, find_plan(self._driver, resolve_plan(plan, self._arrays))
+            return devices, resolve_plan(find_plan(self._driver, plan), self._arrays)
         homes = {
             name: array.context.device.uuid
             for name, array in self._arrays.items()

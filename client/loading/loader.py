@@ -96,7 +96,7 @@ def load(
             copy.begin()
         with Checkpoint.open(paths) as checkpoint:
             names = (entry.name for entry in checkpoint.entries)
-            places = None if plan is None else find_plan(broker.driver, resolve_plan(plan, names))
+            places = None if plan is None else resolve_plan(find_plan(broker.driver, plan), names)
             layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
             homes = layout.spread(places) if places else ()
             stored = zip(checkpoint.entries, layout.tensors, strict=True)

@@ -243,6 +243,13 @@ def test_a_plan_that_names_one_device_in_two_ways_stores_a_tensor_by_two_names_o
         assert pool.layout.allocations == (tied.nbytes, tied.nbytes)
 
 
+def test_a_pattern_comes_never_too_late_for_the_same_device_by_another_name(client: Broker, name: str) -> None:
+    plan = {"*": 0, "b*": "cuda:0"}
+    assert client.publish(name, {"a": np.ones(3), "b": np.ones(3)}, plan=plan) == 1
+    with pytest.raises(Invalid, match=r"the plan's 'b\*' comes after"):
+        client.publish(name, {"a": np.ones(3), "b": np.ones(3)}, plan=plan | {"b*": "cuda:1"})
+
+
 @pytest.mark.parametrize("devices", [(0,), (1,), (1, 0)])
 @pytest.mark.usefixtures("share")
 def test_a_pool_is_published_again_on_its_own_device_without_the_host(
