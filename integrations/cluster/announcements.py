@@ -29,8 +29,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
+from typing import TYPE_CHECKING
 
-from cubroker.client import Broker, Draft, digests
+from cubroker.client import Broker, digests
 from cubroker.client.transport.handshake import CREDENTIALS
 from cubroker.integrations.cluster import identity, messages
 from cubroker.integrations.cluster.connection import readable
@@ -50,6 +51,9 @@ from cubroker.protocol.errors import (
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import IPC
 from cubroker.protocol.status import PoolInfo
+
+if TYPE_CHECKING:
+    from cubroker.client import Draft  # which an exporter does not need
 
 log = logging.getLogger(__name__)
 
