@@ -309,7 +309,7 @@ class Child:
         """Return the next line of the child's output; raises as :meth:`ask` does."""
         self._socket.settimeout(within)
         try:
-            if line := self._answers.readline():
+            if (line := self._answers.readline()).endswith("\n"):  # else the child ended within it
                 return line
         except TimeoutError:
             raise TimedOut(f"{self._role} (pid {self.pid}) has not answered for {within:.0f} s") from None

@@ -76,7 +76,7 @@ Reads: TypeAlias = "Readers | AioReads"
 
 
 def reads_of(files: Sequence[Readable], readers: Readers) -> Callable[[], Reads]:
-    """Return a factory of :class:`Reads`, one for each thread that reads some of these files."""
+    """Return a factory of ``Reads``, one for each thread that reads some of these files."""
     if reads_in_c(files):
         return lambda: AioReads(readers)
     return lambda: readers
