@@ -774,7 +774,7 @@ def test_what_a_fetch_without_a_source_waits_for_is_told(
     steps = [answers.set, lambda: host.opens(late(opens, version()), name), opens.set]
 
     def tell(reason: str) -> None:
-        if reason not in told:
+        if reason not in told and "cubroker top" not in reason:  # that is a wait at the broker, by another thread
             told.append(reason)
             steps[len(told) - 1]()
 

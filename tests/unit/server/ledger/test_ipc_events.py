@@ -159,12 +159,14 @@ def test_a_wait_ends_with_the_lease_that_it_waits_by(story: Story) -> None:
     story.quietly(share(MAKER, 10))
     story >> waits(READER, 11, 1) << e.SetTimer(1, 5.0)
     story >> opens(READER, 12, "other", wait=5.0) << e.SetTimer(2, 5.0)
+    story >> asks(READER, 14, m.Attach("b", 0, None, 5.0)) << e.SetTimer(3, 5.0)  # which waits on
     story >> asks(READER, 13, m.Close(3))
     for number in (1, 2):
         story << e.CancelTimer(number)
         story << refused(READER, 10 + number, "not_found", "holds no lease 3")
     story << done(READER, 13)
     story >> asks(MAKER, 11, m.Recorded(1)) << answer(MAKER, 11, m.Generation(1))
+    story >> e.TimerExpired(3) << refused(READER, 14, "timeout", "attach to b waited 5 s for it to be published")
     story.end()
 
 
