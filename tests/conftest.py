@@ -13,6 +13,7 @@ from pathlib import Path
 
 import coverage
 import pytest
+from hypothesis import settings
 
 from tests import forkserver, sampling
 from tests.brokers import BrokerProcess, Patient, serving, started
@@ -22,6 +23,9 @@ from tests.measuring import campaigning, collecting, fork_without_its_lock
 # interrupt could pass. A handler, unlike SIG_IGN, does not outlive an exec.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("untimed", deadline=None)  # a busy machine stops any process for 0.2 s, the default
+settings.load_profile("untimed")
 
 ROOT = Path(__file__).parent
 CAMPAIGNS = (

@@ -320,7 +320,7 @@ def _largest(tickets: Iterable[Ticket], what: Callable[[Ticket], str]) -> str:
 class Countable(NamedTuple):
     """A kind of thing of which a session and a user may have only a limited number, with the words for refusals."""
 
-    #: The field of :class:`Limits` and of :class:`Quota`.
+    #: The field of :class:`Limits` and of ``Quota``.
     field: str
     #: The clause for a session that has so many of them, and the clause for a user.
     of_session: str

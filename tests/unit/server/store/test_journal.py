@@ -276,7 +276,6 @@ CHANGES = st.lists(st.tuples(st.binary(max_size=3), st.one_of(st.none(), st.bina
 @pytest.mark.slow
 @settings(
     max_examples=150,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -353,7 +353,7 @@ def test_receipts_in_tatters_are_bounded_too() -> None:
     assert answers.admit(number + 1, number + 1, b"here", 10) is Admission.NEW
 
 
-@settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 31))
 def test_spans_are_a_set(numbers: list[int], bound: int) -> None:
     spans, known = Spans(), set[int]()
