@@ -15,9 +15,8 @@ import click
 
 from cubroker.cli import completion, format, options
 from cubroker.client import Broker
-from cubroker.client.loading.loader import Loaded, load
+from cubroker.client.loading.loader import Loaded, load, telling_waits
 from cubroker.client.loading.verify import verify
-from cubroker.client.loading.waits import telling_waits
 from cubroker.protocol.errors import Corrupted, CubrokerError, Unsupported
 from cubroker.protocol.status import PoolInfo
 

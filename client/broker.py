@@ -274,45 +274,39 @@ class Broker(Reconnecting):
 
         Arrays on a GPU are copied from device to device, after all work that was submitted to that GPU before, in any
         stream. Arrays with gaps or other strides are first made contiguous by their own library, on their own device.
-        Arrays of the same memory, type, shape and strides, such as tied parameters, are stored once under all their
-        names; with a broker of an older release, once for each name. When this returns, the arrays are not needed any
-        more. If it raises, nothing is left of the version, unless its seal had begun: then it may be published.
+        Arrays of the same memory, type, shape and strides, such as tied parameters, are stored once under all names;
+        with a broker of an older release, once for each name. If this raises, nothing is left of the version, unless
+        its seal had begun: then it may be published.
 
         Args:
             name: the pool, new or not.
             source: a mapping of names to arrays, or an object with ``state_dict()``, such as a ``torch.nn.Module``.
-                Arrays are torch's, numpy's, of any library with ``__dlpack__`` or ``__array__``, or
-                :class:`SharedTensor`, so that a :class:`Pool` can be published again.
+                Arrays are torch's, numpy's, a :class:`Pool`'s, or of any library with ``__dlpack__`` or ``__array__``.
             devices: each gets a copy; by default the arrays stay on their devices: on one, or as a sharded pool on
                 several. Arrays in host memory go to the first of these.
             share: as for :meth:`create`.
             mode: as for :meth:`create`.
             durable: as for :meth:`create`.
-            plan: a mapping of names, or shell patterns of names (``layers.1.*``), to the one device of each tensor: the
-                pool is sharded. A tensor's own name precedes patterns; if several patterns match, the first one counts.
-                Every tensor needs an entry.
+            plan: the device of each tensor, by names or shell patterns of names (``layers.1.*``): the pool is sharded.
+                Every tensor needs an entry. Names precede patterns, and of several patterns the first one counts.
             wait: as for :meth:`create`.
             digest: as for :meth:`Draft.seal`.
             base: an earlier version of the same pool, whose memory the new version shares as far as it has not changed:
                 a pool that is attached to that version, the version's number, or the pool's name for the current
-                version. Tensors that ``source`` lacks stay as they are in the base, as do devices, plan, share kind and
-                durability. The base cannot be ``multicast``, writable by its readers, or a pool that is closed or
-                :attr:`~Pool.lost`.
+                version. Tensors that ``source`` lacks stay as in the base, as do devices, plan, share and durability.
 
         Raises:
-            Unsupported: the base cannot share its memory, or the broker is too old for that.
+            Unsupported: the base is ``multicast`` or writable by its readers, or the broker is too old to share memory.
             Invalid: there are no tensors; an array, which the text names, cannot be read here (sparse, quantized, on
                 the meta device, of a type that pools lack); or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
         fields.check_pool_name(name)
-        from cubroker.client.publish import Sources  # imports eight modules that readers do not need
+        from cubroker.client import digests, publish  # which import modules that readers do not need
 
         if digest:
-            from cubroker.client.digests import need
-
-            need(self._session, name)
-        sources = Sources.of(source, self.driver)
+            digests.need(self._session, name)
+        sources = publish.Sources.of(source, self.driver)
         ask = partial(self._creation, name, share=share, wait=wait, mode=mode, durable=durable)
         if base is not None:
             if devices is not None or plan is not None:

@@ -273,15 +273,10 @@ def load_on_pool(
     """
     began = time.perf_counter()
     with ExitStack() as undo:
-        try:
-            broker = undo.enter_context(Broker(options.directory))
-            rank = identify(broker)
-        except CubrokerError as error:
-            if not options.fallback:
-                raise
-            log.warning("cubroker: no pool is used; the engine's own loader loads the model: %s", error.message)
-            undo.close()
+        found = _identified(options, log, identify, undo)
+        if found is None:
             return load()
+        broker, rank = found
         got = obtain(
             broker,
             rank.name,
@@ -304,6 +299,21 @@ def load_on_pool(
     seconds = time.perf_counter() - began
     log.info("cubroker: %s %s@%d, %.1f MiB, in %.3f s", how, rank.name, got.pool.version, size, seconds)
     return got.model.eval()
+
+
+def _identified(
+    options: PoolOptions, log: logging.Logger, identify: Callable[[Broker], RankPool], undo: ExitStack
+) -> tuple[Broker, RankPool] | None:
+    """Return a session, which ``undo`` ends, and the pool of this rank; None if the engine's own loader is to load."""
+    try:
+        broker = undo.enter_context(Broker(options.directory))
+        return broker, identify(broker)
+    except CubrokerError as error:
+        if not options.fallback:
+            raise
+        log.warning("cubroker: no pool is used; the engine's own loader loads the model: %s", error.message)
+        undo.close()
+        return None
 
 
 # -- who loads ---------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
-"""Loading: safetensors files into a new version of a pool, in parallel, all of it or nothing."""
+"""Loading: safetensors files into a new version of a pool, all of it or nothing; and what a load waits for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 
 from cubroker.client.broker import Broker, Owner, uids
 from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
@@ -16,7 +19,11 @@ from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.targets import target_of
 from cubroker.client.loading.threads import Progress
 from cubroker.protocol import Layout
+from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import AUTO
+
+WAIT_TOLD = 5.0
+"""Seconds for which a wait is not told, and between two looks at what is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +70,25 @@ def load(
         broker: the session to work in.
         name: the pool; it is created if it does not exist.
         paths: as :meth:`Checkpoint.open` takes them.
-        devices: the devices, each of which gets all tensors: ordinals of this process or UUIDs; by default those of the
-            ``plan``, or the first one. The files are read once, into the first; each further device copies from the
-            device before it, if it can read that device's memory.
-        plan: a dict from names of tensors, or shell patterns of names (``layers.1.*``), to the one device of each: the
-            pool is sharded, and each tensor is read into its own device. A tensor's own name precedes patterns; if
-            several patterns match, the first one counts. Every tensor needs an entry.
+        devices: each gets all tensors; by default those of the ``plan``, or the first one. The files are read once,
+            into the first; each further device copies from the device before it, if it can read that device's memory.
+        plan: as for :meth:`Broker.publish`: the pool is sharded, and each tensor is read into its own device.
         share: how the memory is shared, as :meth:`Broker.create` has it.
-        if_absent: load only if the pool has no current version. Of many callers one loads while the others wait, up to
-            ``wait`` seconds; if it fails or is killed, the next one takes over.
+        if_absent: load only if the pool has no current version. Of many callers one loads; if it fails, the next does.
         slab: the most bytes of one allocation; by default there is one per device.
-        wait: seconds to wait for room and for the turn to write.
+        wait: seconds to wait for room, for the turn to write, and with ``if_absent`` for another caller's load.
         mode: who may attach and publish, as :meth:`Broker.create` has it.
-        durable: whether the version stays when the broker is started again, as :meth:`Broker.create` has it.
+        durable: whether the version outlives the broker, as :meth:`Broker.create` has it.
         owner: users whose existing version is accepted (``if_absent``), in addition to this user, root and the broker's
             own user; by default those of ``$CUBROKER_OWNER``. A version of any other user is ``Denied``.
         digest: whether the version is published with digests, as :meth:`Draft.seal` has it.
         progress: called by this thread, now and then, with bytes done and bytes in all.
 
     Raises:
-        CubrokerError: about the files, as :meth:`Checkpoint.open` says, also if one is cut short or changed while it is
-            read; about the plan, ``Invalid`` if it has no device for a tensor, or an entry that matches none or comes
-            too late; from the broker, as :meth:`Broker.create` says; about ``digest``, ``Unsupported`` without numpy on
-            host devices, or if the broker is too old. After an error nothing of the draft is left.
+        Invalid: the plan has no device for a tensor, or an entry that matches none or comes too late.
+        Unsupported: with ``digest``: there is no numpy for host devices, or the broker is too old.
+        CubrokerError: about the files, as :meth:`Checkpoint.open`, also if one is cut short or changed meanwhile; from
+            the broker, as :meth:`Broker.create`. After any error nothing of the draft is left.
     """
     began = time.perf_counter()
     if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests
@@ -95,28 +98,66 @@ def load(
         if not if_absent:  # with `if_absent` another process may load, so that this one has nothing to make ready
             copy.begin()
         with Checkpoint.open(paths) as checkpoint:
-            names = (entry.name for entry in checkpoint.entries)
-            places = None if plan is None else resolve_plan(find_plan(broker.driver, plan), names)
-            layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
-            homes = layout.spread(places) if places else ()
-            stored = zip(checkpoint.entries, layout.tensors, strict=True)
-            copy.plan(checkpoint.files, stored, layout.allocations, homes)
+            layout, places = _planned(broker, copy, checkpoint, plan, slab)
             ask = partial(broker.attach_or_create, owner=trusted(broker, owner)) if if_absent else broker.create
             with ask(
                 name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
             ) as pool:
                 version, held, copying = pool.version, pool.layout, 0.0
                 if loaded := isinstance(pool, Draft):
-                    if digest:
-                        need(broker._session, name)
-                    with doing(f"copying files into a draft of {name!r}"):
-                        copying = copy.into([target_of(replica) for replica in pool.replicas])
-                    checkpoint.check_unchanged()
-                    version = pool.seal(digest=digest)
+                    version, copying = _published(broker, copy, checkpoint, pool, digest=digest)
     return Loaded(name, version, held.nbytes, len(held.tensors), time.perf_counter() - began, copying, loaded)
+
+
+def _planned(
+    broker: Broker, copy: FileCopy, checkpoint: Checkpoint, plan: Plan | None, slab: int | None
+) -> tuple[Layout, dict[str, str] | None]:
+    """Plan the copy of a checkpoint's files; returns the layout of its tensors, and the device of each by a plan."""
+    names = (entry.name for entry in checkpoint.entries)
+    places = None if plan is None else resolve_plan(find_plan(broker.driver, plan), names)
+    layout = Layout.pack(((e.name, e.dtype, e.shape) for e in checkpoint.entries), slab=slab, groups=places)
+    homes = layout.spread(places) if places else ()
+    copy.plan(checkpoint.files, zip(checkpoint.entries, layout.tensors, strict=True), layout.allocations, homes)
+    return layout, places
+
+
+def _published(
+    broker: Broker, copy: FileCopy, checkpoint: Checkpoint, draft: Draft, *, digest: bool
+) -> tuple[int, float]:
+    """Copy a checkpoint's files into a draft, and seal it; returns the version, and the seconds of the copy."""
+    if digest:
+        need(broker._session, draft.name)
+    with doing(f"copying files into a draft of {draft.name!r}"):
+        seconds = copy.into([target_of(replica) for replica in draft.replicas])
+    checkpoint.check_unchanged()
+    return draft.seal(digest=digest), seconds
 
 
 def trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
     """Return the users whose version is accepted: root and the broker's user, who may change any, and ``owner``."""
     own = () if broker.uid is None else (broker.uid,)
     return (0, *own, *uids(owner))
+
+
+@contextmanager
+def telling_waits(broker: Broker, tell: Callable[[str], object]) -> Iterator[None]:
+    """While the block runs, look every few seconds whether a request of this session waits, and tell for what.
+
+    ``tell`` is called by another thread, at every look.
+    """
+    ended = Event()
+
+    def watch() -> None:
+        with suppress(CubrokerError):  # the block fails, too, and says why
+            while not ended.wait(WAIT_TOLD):
+                waiters = broker.look().waiters if broker.requests.waiting() else ()
+                for waiter in waiters:
+                    if waiter.session == broker.session and not ended.is_set():
+                        tell(f"{waiter.awaits}; see `cubroker top`")
+
+    with suppress(RuntimeError):  # there are no threads: the user is told less, and by the block, if it needs some
+        start_new_thread(watch, ())
+    try:
+        yield
+    finally:
+        ended.set()

@@ -87,21 +87,19 @@ def fetch(
         version: which one, by its number at the first of these sources that has it; by default the current one. Other
             sources are read from if they have the same bytes.
         directory: that of this host's broker; by default where clients find it.
-        certificates: the folder with this host's certificate; by default ``$CUBROKER_CERTIFICATES``, else
-            ``/etc/cubroker/cluster``.
+        certificates: this host's folder of them; by default ``$CUBROKER_CERTIFICATES``, else ``/etc/cubroker/cluster``.
         devices: each gets a copy; by default the first one. Of a version that is sharded at the source, each gets all.
         share: how the memory is shared here, as for :meth:`cubroker.Broker.create`.
         mode: who may attach, as for ``create``.
         durable: whether the version outlives the broker, as for ``create``.
-        if_absent: fetch only if the pool has no current version here. Of many callers one fetches while the others
-            wait; if it fails or is killed, the next one takes over.
+        if_absent: fetch only if there is no current version here. Of many callers one fetches; if that fails, the next.
         owner: whose version is enough with ``if_absent``, in addition to this user's, root's and the broker's.
         wait: seconds to wait for a source that has it and has room for a reader, for room here, and for other writers.
         width: the most sources to read from at the same time.
         patience: seconds that a source may deliver nothing, and that a fetch continues without any source.
         connect_timeout: seconds to wait for this host's broker to open the session, as for :class:`cubroker.Broker`.
         progress: called repeatedly, by this thread, with the bytes that are there and the bytes in all.
-        waiting: called by this thread with what the fetch waits for, after a few seconds of it and whenever it changes.
+        waiting: called by this thread every few seconds of a wait, with what the fetch waits for.
 
     Raises:
         NotFound: no source has it, for the user that the certificate names.
@@ -113,10 +111,9 @@ def fetch(
         Unsupported: the engine is not installed here (``cubroker[nixl]``), or the broker is too old to keep digests.
         CubrokerError: an error of the broker, as for :meth:`cubroker.Broker.create`. After any error no draft is left.
     """
-    terms = {"share": share, "mode": mode, "durable": durable, "width": width}
-    limits = {"patience": patience, "connect_timeout": connect_timeout}
+    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
     asked = {"version": version_number(version), "if_absent": if_absent, "owners": uids(owner), "wait": seconds(wait)}
-    order = _ordered(name, sources, directory, certificates, devices, **terms, **limits, **asked)
+    order = _ordered(name, sources, directory, certificates, devices, connect_timeout=connect_timeout, **terms, **asked)
     return carry_out(order, progress, waiting)
 
 
@@ -146,10 +143,9 @@ def follow(
         Denied: a side rejects the other's certificate, or this user may not publish here.
         CubrokerError: any other error that is not temporary.
     """
-    terms = {"share": share, "mode": mode, "durable": durable, "width": width}
-    limits = {"patience": patience, "connect_timeout": connect_timeout}
-    asked = {"if_changed": True, "wait": PAUSES[1]}
-    order = _ordered(name, sources, directory, certificates, devices, **terms, **limits, **asked)
+    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
+    asked = {"connect_timeout": connect_timeout, "if_changed": True, "wait": PAUSES[1]}
+    order = _ordered(name, sources, directory, certificates, devices, **terms, **asked)
     if not order.peers:
         raise Unavailable(f"{name} cannot be followed: no host is known")
     return _following(order, progress, failed or (lambda _: None))

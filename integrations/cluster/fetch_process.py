@@ -30,8 +30,7 @@ import msgspec
 
 from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.client.devices import find
-from cubroker.client.loading import waits
-from cubroker.client.loading.loader import trusted
+from cubroker.client.loading import loader
 from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
 from cubroker.client.transport.handshake import Silent
 from cubroker.integrations.cluster import identity, transfer_engine
@@ -77,7 +76,7 @@ class Fetch:
         order = self._order
         with ExitStack() as undo:
             broker = undo.enter_context(Broker(order.directory, connect_timeout=order.connect_timeout))
-            undo.enter_context(waits.telling_waits(broker, self._tell))
+            undo.enter_context(loader.telling_waits(broker, self._tell))
             self._sources.own = identity.host(broker.directory)
             order = msgspec.structs.replace(order, devices=_uuids(broker, order))
             if order.if_absent:  # callers that wait for the lock hold nothing at the sources
@@ -124,12 +123,12 @@ class Fetch:
     def _open(self) -> ExportedVersion:
         """Return the version as the first source that has it describes it."""
         deadline = self._began + self._order.wait
-        tell = time.monotonic() + waits.EVERY
+        tell = time.monotonic() + loader.WAIT_TOLD
         while True:
             self._sources.ask(again=time.monotonic() < deadline)
             if (now := time.monotonic()) >= tell:
                 self._tell(self._sources.awaits)
-                tell = now + waits.EVERY
+                tell = now + loader.WAIT_TOLD
             event = self._event(min(self._sources.next_due(), max(0.0, deadline - now) or REPORT, tell - now))
             if isinstance(event, Ready) and self._sources.ready(event):
                 return event.opened
@@ -247,7 +246,7 @@ def _present(broker: Broker, order: Order) -> Pool | None:
     """Return the current version, if there is one by an accepted owner."""
     try:
         assert order.devices
-        return broker.attach(order.name, device=order.devices[0], owner=trusted(broker, order.owners))
+        return broker.attach(order.name, device=order.devices[0], owner=loader.trusted(broker, order.owners))
     except NotFound:
         return None
 
@@ -271,7 +270,7 @@ def _same(broker: Broker, order: Order, opened: ExportedVersion) -> Pool | None:
 
 def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
     """Return a draft, or with ``if_absent`` the version that another writer has published in between."""
-    owners = trusted(broker, order.owners)
+    owners = loader.trusted(broker, order.owners)
     ask = partial(broker.attach_or_create, owner=owners) if order.if_absent else broker.create
     return ask(
         order.name,
@@ -325,7 +324,7 @@ def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     Thread(target=_end_with_caller, name="cubroker-caller", daemon=True).start()
     with _own_output():
-        said, awaits = 0.0, ""
+        said = 0.0
 
         def report(done: int, total: int) -> None:
             nonlocal said
@@ -334,15 +333,9 @@ def main() -> None:
                 said = now
                 _say(StatusLine(progress=(done, total)))
 
-        def tell(reason: str) -> None:
-            nonlocal awaits
-            if reason != awaits:
-                awaits = reason
-                _say(StatusLine(awaits=reason))
-
         status = 1
         try:
-            fetched = Fetch(order, report, tell).run()
+            fetched = Fetch(order, report, lambda reason: _say(StatusLine(awaits=reason))).run()
             _say(StatusLine(fetched=fetched))
             status = 0
         except CubrokerError as error:

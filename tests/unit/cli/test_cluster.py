@@ -240,10 +240,10 @@ def test_what_is_there_is_not_fetched_again(certificates: Certificates, director
 
 
 IMPATIENT = """
-from cubroker.client.loading import waits
+from cubroker.client.loading import loader
 from cubroker.integrations.cluster import fetch_process
 
-waits.EVERY = 0.01
+loader.WAIT_TOLD = 0.01
 fetch_process.main()
 """
 

@@ -12,7 +12,7 @@ import pytest
 
 from cubroker.cli.load import EVERY, ProgressLines, progress
 from cubroker.client import Broker, Draft
-from cubroker.client.loading.waits import telling_waits
+from cubroker.client.loading.loader import telling_waits
 from cubroker.protocol import Layout
 from tests import checkpoints
 from tests.brokers import eventually, serving
@@ -325,7 +325,7 @@ def test_plain_progress_speaks_now_and_then(capsys: pytest.CaptureFixture[str]) 
 def test_what_a_load_waits_for_is_told(
     directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cubroker.client.loading.waits.EVERY", 0.01)
+    monkeypatch.setattr("cubroker.client.loading.loader.WAIT_TOLD", 0.01)
     layout = Layout.pack([("w", "U8", (4,))])
     with Broker(directory) as one, Broker(directory) as other, ThreadPoolExecutor() as pool:
         with one.create(name, layout), progress(f"loading {name}") as report, telling_waits(other, report.wait):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from cubroker.integrations.cluster import exporter
 from tests.brokers import BrokerProcess
 from tests.unit.client.conftest import given_back
-from tests.unit.integrations.cluster.hosts import Certificates, Serving, exporting
+from tests.unit.integrations.cluster.hosts import Certificates, Serving, exporting, here
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,15 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """An authority with a certificate for this host."""
     pytest.importorskip("cryptography")
     return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[None]:
+    """Source processes have an engine that moves nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporter, "SOURCE", "plain_source")
+        patch.setenv("PYTHONPATH", here())
+        yield
 
 
 @pytest.fixture(scope="module")

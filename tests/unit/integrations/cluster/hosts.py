@@ -62,19 +62,7 @@ class Recorder(Meter):
         self.refusals: list[str] = []
 
     def watch(self, service: Exporter) -> None:
-        self._service = service
-
-    @property
-    def connections(self) -> int:
-        return self._service.connections
-
-    @property
-    def readers(self) -> int:
-        return self._service.readers
-
-    @property
-    def drafts(self) -> int:
-        return self._service.drafts
+        self.service = service
 
     def read(self, pool: str, nbytes: int) -> None:
         self.nbytes[pool] = self.nbytes.get(pool, 0) + nbytes

@@ -43,7 +43,6 @@ from tests.unit.integrations.cluster.hosts import (
     Certificates,
     Serving,
     exporting,
-    here,
     leases,
     nobody,
     publish,
@@ -53,13 +52,14 @@ SUMS = (bytes(16), bytes([1] * 16))
 """What a fetch says that the digests will be."""
 
 
+pytestmark = pytest.mark.usefixtures("plain")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def plain() -> Iterator[None]:
-    """Source processes have an engine that moves nothing."""
+def often() -> Iterator[None]:
+    """A fetch looks often whether there is an exporter."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporter, "SOURCE", "plain_source")
         patch.setattr(announcements, "AGAIN", 0.05)
-        patch.setenv("PYTHONPATH", here())
         yield
 
 
@@ -69,7 +69,7 @@ def serving(usual: Serving, directory: Path, caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, logger="cubroker.integrations.cluster")
     usual.meter.__init__()  # type: ignore[misc]
     yield usual
-    eventually(lambda: usual.meter.connections == usual.meter.drafts == 0, "connections to end")
+    eventually(lambda: usual.meter.service.connections == usual.meter.service.drafts == 0, "connections to end")
 
 
 class Fetching:
@@ -97,7 +97,7 @@ def fetching(directory: Path, name: str, mode: int = 0o644) -> Iterator[Fetching
 
 
 def announced(serving: Serving, count: int = 1) -> None:
-    eventually(lambda: serving.meter.drafts == count, "the announcement")
+    eventually(lambda: serving.meter.service.drafts == count, "the announcement")
 
 
 def offered(connection: PeerConnection) -> list[tuple[str, int, int | None]]:
@@ -179,7 +179,7 @@ def test_a_reader_that_leaves_before_it_has_heard_all_is_no_fault(
                 connection.ask(Open(name, 1), ExportedVersion, 60.0)
                 this.have = have
                 eventually(connection.pending, "what is there")
-            eventually(lambda: serving.meter.connections == 0, "its end")
+            eventually(lambda: serving.meter.service.connections == 0, "its end")
     assert "is gone" not in caplog.text
 
 
@@ -196,8 +196,8 @@ def test_a_peer_that_stays_keeps_no_draft_that_was_discarded(
         with fetching(broker.directory, name):
             announced(serving)
             connection.ask(Open(name, 1), ExportedVersion)
-        eventually(lambda: leases(broker.directory) == serving.meter.readers == 0, "the lease to end")
-        eventually(lambda: serving.meter.connections == 0, "the connection to end")
+        eventually(lambda: leases(broker.directory) == serving.meter.service.readers == 0, "the lease to end")
+        eventually(lambda: serving.meter.service.connections == 0, "the connection to end")
 
 
 def test_a_peer_that_knows_nothing_of_parts_is_offered_none(
@@ -254,7 +254,7 @@ def test_a_fetch_tells_nobody_who_may_not_read_it(
     monkeypatch.setattr(announcements, "account_of", lambda _: stranger)
     with fetching(directory, name, 0o600):
         eventually(lambda: "while it is being fetched: the exporter of this host runs as" in caplog.text, "it")
-    assert serving.meter.drafts == 0
+    assert serving.meter.service.drafts == 0
 
 
 @pytest.mark.slow

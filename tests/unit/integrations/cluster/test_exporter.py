@@ -54,7 +54,6 @@ from tests.unit.integrations.cluster.hosts import (
     Certificates,
     Serving,
     exporting,
-    here,
     leases,
     nobody,
     publish,
@@ -62,15 +61,7 @@ from tests.unit.integrations.cluster.hosts import (
 )
 
 making = pytest.importorskip("cubroker.integrations.cluster.certificates")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plain() -> Iterator[None]:
-    """Source processes have an engine that moves nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporter, "SOURCE", "plain_source")
-        patch.setenv("PYTHONPATH", here())
-        yield
+pytestmark = pytest.mark.usefixtures("plain")
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +75,7 @@ def serving(usual: Serving, directory: Path) -> Iterator[Serving]:
     """An exporter with the usual rules, that has no peer when a test begins, and none when it ends."""
     usual.meter.__init__()  # type: ignore[misc]
     yield usual
-    eventually(lambda: usual.meter.connections == 0, "connections to end")
+    eventually(lambda: usual.meter.service.connections == 0, "connections to end")
 
 
 def over(connection: PeerConnection) -> None:
@@ -130,7 +121,7 @@ def test_garbage_instead_of_tls_is_answered_by_nothing_of_ours(
 def test_a_peer_that_goes_during_the_handshake_leaves_nothing(serving: Serving) -> None:
     with socket.create_connection(serving.address[:2]) as peer:
         peer.sendall(b"\x16\x03\x01")
-    eventually(lambda: serving.meter.connections == 0, "the connection to end")
+    eventually(lambda: serving.meter.service.connections == 0, "the connection to end")
 
 
 def _all(peer: socket.socket) -> bytes:
@@ -172,7 +163,7 @@ def test_certificates_that_do_not_do_are_refused_with_the_reason_in_the_log(
         with pytest.raises(Denied, match="after receiving this host's certificate"):
             serving.greet(folder)
         eventually(lambda why=why: why in caplog.text, why)
-    eventually(lambda: serving.meter.connections == 0, "connections to end")
+    eventually(lambda: serving.meter.service.connections == 0, "connections to end")
 
 
 def _of_servers(certificates: Certificates, tmp_path: Path) -> Path:
@@ -459,13 +450,14 @@ def test_what_is_opened_is_leased_by_a_process_until_the_connection_ends(
             sealed = broker.digests(name, 1).digests
         assert sealed is not None
         assert tuple(place.digest for place in opened.places) == sealed.replicas[0]
-        assert (leases(directory), serving.meter.readers) == (1, 1)
+        assert (leases(directory), serving.meter.service.readers) == (1, 1)
         assert connection.ask(List(), Offers).readers == 1
         connection.ask(Progress(1000), Going)
         connection.ask(Progress(LAYOUT.nbytes), Going)
-    eventually(lambda: serving.meter.connections == 0, "the connection to end")
+    eventually(lambda: serving.meter.service.connections == 0, "the connection to end")
     eventually(lambda: not leases(directory), "the lease to end")
-    assert (serving.meter.readers, serving.meter.nbytes, serving.meter.whole) == (0, {name: LAYOUT.nbytes}, [name])
+    assert serving.meter.service.readers == 0
+    assert (serving.meter.nbytes, serving.meter.whole) == ({name: LAYOUT.nbytes}, [name])
     assert f" reads {name}@1, {LAYOUT.nbytes} bytes" in caplog.text
     assert f"has read {name}@1: {LAYOUT.nbytes} bytes in " in caplog.text
 
@@ -488,7 +480,7 @@ def test_an_engine_that_this_host_has_not_is_refused_and_takes_no_place(
         for _ in range(2):
             with pytest.raises(Unsupported, match="one side of the transfer has 'pigeons', and the other one 'nixl'"):
                 connection.ask(Open(name, engine="pigeons"), ExportedVersion)
-        assert serving.meter.readers == 0
+        assert serving.meter.service.readers == 0
         connection.ask(Open(name), ExportedVersion)
 
 
@@ -503,7 +495,7 @@ def test_as_many_connections_as_may(
             with pytest.raises(Unavailable):
                 serving.greet()
             assert "is closed: 1 others are open already" in caplog.text
-        eventually(lambda: serving.meter.connections == 0, "the connection to end")
+        eventually(lambda: serving.meter.service.connections == 0, "the connection to end")
         serving.greet()
 
 
@@ -516,7 +508,7 @@ def test_as_many_readers_as_may(directory: Path, certificates: Certificates, nam
             with pytest.raises(OverQuota, match="1 peers read from this host, which is its limit"):
                 second.ask(Open(name), ExportedVersion)
             assert second.ask(List(), Offers).limit == 1
-        eventually(lambda: serving.meter.readers == 0, "the reader to end")
+        eventually(lambda: serving.meter.service.readers == 0, "the reader to end")
         second.ask(Open(name), ExportedVersion)
 
 
@@ -538,7 +530,7 @@ def test_no_peer_takes_the_last_places_of_readers_from_others(
         opened = other.ask(Open(name), ExportedVersion, 60.0)
         assert (opened.slot, opened.slots, opened.runs) == (2, 4, None)
         first.close()
-        eventually(lambda: serving.meter.readers == 2, "its place to be free")
+        eventually(lambda: serving.meter.service.readers == 2, "its place to be free")
         assert third.ask(Open(name), ExportedVersion, 60.0).slot == 0
 
 
@@ -599,7 +591,7 @@ def test_a_peer_that_says_nothing_is_cut_off_and_its_lease_ends(
         eventually(lambda: not leases(directory), "the lease to end")
         assert "is gone: it sends nothing" in caplog.text
         assert f"has left {name}@1: 0 bytes" in caplog.text
-        assert (serving.meter.readers, serving.meter.whole) == (0, [])
+        assert (serving.meter.service.readers, serving.meter.whole) == (0, [])
 
 
 @pytest.mark.slow
@@ -648,7 +640,7 @@ def test_a_peer_that_says_what_cannot_be_is_cut_off(serving: Serving, directory:
         with pytest.raises(Unavailable, match=f"of a version that has {LAYOUT.nbytes}"):
             connection.ask(Progress(1 << 60), Going)
         over(connection)
-    eventually(lambda: serving.meter.connections == 0, "the connection to end")
+    eventually(lambda: serving.meter.service.connections == 0, "the connection to end")
     assert serving.meter.nbytes == {}
 
 
@@ -717,7 +709,7 @@ def test_a_process_that_dies_while_a_peer_reads_ends_its_connection(
             with pytest.raises(Unavailable, match="the process that it was read from has ended"):
                 go_on(connection)
             over(connection)
-        eventually(lambda: serving.meter.readers == 0, "its end")
+        eventually(lambda: serving.meter.service.readers == 0, "its end")
         assert not leases(directory)
         with serving.connect() as connection:
             connection.ask(Open(name), ExportedVersion)
@@ -762,7 +754,7 @@ def test_processes_that_do_not_start_are_an_error_and_take_no_place(
         for _ in range(2):
             with pytest.raises(Unavailable, match="the process of the transfer ended with status 3"):
                 connection.ask(Open(name), ExportedVersion, 60.0)
-        assert serving.meter.readers == 0
+        assert serving.meter.service.readers == 0
         fails.write_text("")
         assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
 

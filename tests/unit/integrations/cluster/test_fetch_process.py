@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from cubroker.client import Broker, digests
-from cubroker.client.loading import waits
+from cubroker.client.loading import loader
 from cubroker.client.pool import Replica
 from cubroker.client.transport import handshake
 from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
@@ -759,7 +759,7 @@ def test_a_host_that_is_full_is_passed_over_and_asked_again(hosts: Hosts, name: 
 def test_what_a_fetch_without_a_source_waits_for_is_told(
     hosts: Hosts, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "EVERY", 0.01)
+    monkeypatch.setattr(loader, "WAIT_TOLD", 0.01)
     told: list[str] = []
     answers, opens = threading.Event(), threading.Event()
 
