@@ -310,20 +310,15 @@ class _Check:
 
     def _size(self, tensor: TensorSpec) -> int:
         """Return the bytes of a tensor, which lies whole and aligned in its allocation."""
-        name, shape, offset = tensor.name, tensor.shape, tensor.offset
+        name, offset = tensor.name, tensor.offset
         if not 0 < len(name) <= MAX_NAME:
             raise Invalid(f"a tensor name of {len(name)} characters; it must have 1 to {MAX_NAME}")
-        if len(shape) > MAX_RANK or (shape and max(shape) > MAX_EXTENT):
-            raise Invalid(
-                f"tensor {name!r} has rank {len(shape)} and a largest dimension of {max(shape)};"
-                f" the most are {MAX_RANK} and {MAX_EXTENT}"
-            )
+        size = tensor.nbytes
         if not 0 <= tensor.allocation < len(self._allocations):
             raise Invalid(f"tensor {name!r} lies in allocation {tensor.allocation} of {len(self._allocations)}")
         if offset < 0 or offset % ALIGNMENT:
             raise Invalid(f"tensor {name!r} starts at byte {offset}, no multiple of {ALIGNMENT}")
-        size, room = tensor.nbytes, self._allocations[tensor.allocation]
-        if offset + size > room:
+        if offset + size > (room := self._allocations[tensor.allocation]):
             raise Invalid(f"tensor {name!r} ends at byte {offset + size} of an allocation of {room}")
         return size
 
@@ -401,11 +396,21 @@ def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, 
     return known, (*shape[:-1], shape[-1] * together) if shape and together != 1 else shape
 
 
-def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     try:
-        return dtypes.nbytes(dtype, shape)
+        return _size_within_limits(dtype, shape)
     except Invalid as error:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
+
+
+@lru_cache(maxsize=1024)  # the layers of a model have tensors of the same shapes
+def _size_within_limits(dtype: str, shape: tuple[int, ...]) -> int:
+    if len(shape) > MAX_RANK or (shape and max(shape) > MAX_EXTENT):
+        raise Invalid(
+            f"a shape of rank {len(shape)} with a largest dimension of {max(shape)}; the most are {MAX_RANK} and"
+            f" {MAX_EXTENT}"
+        )
+    return dtypes.nbytes(dtype, shape)
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
