@@ -6,11 +6,14 @@ It asks the driver, makes safe trials on each device, and looks at the machine.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import resource
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import textwrap
 from asyncio.subprocess import DEVNULL, PIPE
@@ -23,8 +26,9 @@ from typing import TypeVar
 import click
 
 from cubroker.cli import format, options, serve
-from cubroker.cli.doctor import service, verdicts
+from cubroker.cli.doctor import verdicts
 from cubroker.cli.doctor.facts import (
+    UNIT,
     BrokerFacts,
     DeviceFacts,
     DirectoryFacts,
@@ -33,19 +37,25 @@ from cubroker.cli.doctor.facts import (
     Facts,
     Finding,
     HostFacts,
+    ListenerFacts,
+    ServiceFacts,
+    SettingsFacts,
     Survey,
     Trial,
+    UnitFacts,
 )
 from cubroker.cli.doctor.trials import read_answer, trial_command
 from cubroker.client import Broker
 from cubroker.client.transport import handshake
 from cubroker.driver import system_calls
 from cubroker.protocol import paths as places
-from cubroker.protocol.errors import CubrokerError, Denied, Invalid, reason
+from cubroker.protocol.errors import CubrokerError, Denied, Invalid, explain, reason
 from cubroker.protocol.messages import IPC, VMM
 from cubroker.protocol.paths import default_directory, find_directory
 from cubroker.server import hardening
-from cubroker.server.transport.peer_credentials import SO_PEERPIDFD, overflow_id
+from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
+from cubroker.server.transport.peer_credentials import SO_PEERPIDFD, overflow_id, read_process
+from cubroker.server.transport.unix_sockets import CREDENTIALS
 
 _WORDS = {True: "works", False: "does not", None: "unknown"}
 _NOTES = {True: "good", False: "bad", None: "note"}
@@ -275,7 +285,7 @@ def examine_machine(
         pidfd=_refusal(lambda: system_calls.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
         unconfined=tuple(hardening.obstacles()),
-        service=service.examine(directory, environ),
+        service=examine_service(directory, environ),
     )
 
 
@@ -354,3 +364,155 @@ def _peer_pidfd() -> bool:
         except OSError:
             return False
     return True
+
+
+# -- the service: commands of systemd and of the journal, a listening socket, a file of settings -------
+
+MANAGERS = {"system": (), "user": ("--user",)}
+"""The managers that may have the unit, and the option that chooses one."""
+
+PROPERTIES = (
+    *("LoadState", "LoadError", "ActiveState", "SubState", "Result", "ExecMainStatus", "NRestarts", "StatusText"),
+    *("UnitFileState", "NeedDaemonReload", "ExecStart", "Environment", "FragmentPath"),
+)
+
+PATIENCE = 5.0
+"""Seconds that a command of systemd, or of the journal, may take."""
+
+LOG_LINES = 200
+"""Lines of the log that are looked through, the newest ones."""
+
+SYSLOG_ERROR = 3
+"""The syslog level of errors; a smaller one is worse."""
+
+SETTINGS_FILE = "/etc/cubroker/cubroker.toml"
+"""Where `make install` puts the settings."""
+
+
+def examine_service(directory: Path, environ: Mapping[str, str] = os.environ) -> ServiceFacts:
+    """Look at the unit, its log, the socket in ``directory``, and the settings that a broker would have."""
+    unit = next(filter(None, map(examine_unit, MANAGERS)), None)
+    return ServiceFacts(unit, examine_listener(directory), examine_settings(unit, environ))
+
+
+def examine_unit(manager: str) -> UnitFacts | None:
+    """Ask a manager of systemd for the broker's unit; None if it has no such unit, or does not run."""
+    words = f"--property={','.join(PROPERTIES)}"
+    answer = _output("systemctl", *MANAGERS[manager], "show", UNIT, words)
+    told = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
+    if told.get("LoadState", "not-found") == "not-found":
+        return None
+    log = _output(
+        "journalctl", *MANAGERS[manager], "--unit", UNIT, "-b", "-n", str(LOG_LINES), "-o", "json", "--no-pager"
+    )
+    return UnitFacts(
+        manager=manager,
+        loaded=told["LoadState"],
+        why=told.get("LoadError", "").strip('"'),
+        state=told.get("ActiveState", ""),
+        phase=told.get("SubState", ""),
+        result=told.get("Result", ""),
+        status=_number(told.get("ExecMainStatus", "")),
+        restarts=_number(told.get("NRestarts", "")),
+        said=told.get("StatusText", ""),
+        enabled=told.get("UnitFileState") in ("enabled", "enabled-runtime"),
+        outdated=told.get("NeedDaemonReload") == "yes",
+        file=_settings_file(told),
+        path=told.get("FragmentPath", ""),
+        error=last_error(log),
+    )
+
+
+def last_error(log: str) -> str:
+    """Return the last line about an error of a log, as ``journalctl -o json`` prints it; empty if there is none."""
+    found = ""
+    for line in log.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        message = entry.get("MESSAGE") if isinstance(entry, dict) else None
+        if isinstance(message, str) and _is_error(message, str(entry.get("PRIORITY", ""))):
+            found = message.strip()
+    return found
+
+
+def _is_error(message: str, priority: str) -> bool:
+    if re.search(r" (ERROR|CRITICAL) ", message) or (priority.isdecimal() and int(priority) <= SYSLOG_ERROR):
+        return True
+    return message.startswith("cubroker: ") and not message.startswith("cubroker: serving ")
+
+
+def examine_listener(directory: Path) -> ListenerFacts:
+    """Find out whether a process listens where clients connect, and which."""
+    path = directory / places.SESSION_SOCKET
+    if not os.path.lexists(path):
+        return ListenerFacts("absent")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(os.fspath(path))
+            # For a listening socket these are the credentials of the process that called listen(2) (unix(7)).
+            raw = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        except BlockingIOError:  # the backlog is full
+            return ListenerFacts("listening")
+        except ConnectionRefusedError:
+            return ListenerFacts("deserted")
+        except OSError as error:
+            return ListenerFacts("unknown", detail=explain(error))
+    pid, _, _ = CREDENTIALS.unpack(raw)
+    info = read_process(pid) if pid else None
+    return ListenerFacts("listening", pid, info.name if info else "")
+
+
+def examine_settings(unit: UnitFacts | None, environ: Mapping[str, str]) -> SettingsFacts | None:
+    """Read the settings of the unit's file, of ``$CUBROKER_CONFIG``, or of the usual one; None: there is no file."""
+    named = (unit.file if unit else "") or environ.get("CUBROKER_CONFIG", "") or SETTINGS_FILE
+    path = Path(named)
+    absent = _is_absent(path)
+    if named == SETTINGS_FILE and absent and not (unit and unit.file):
+        return None
+    own = {} if unit and unit.file else dict(environ)  # the unit has an environment of its own
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        effective = ConfigSources(path, {}, own, descriptors).read()
+    except InvalidConfig as error:
+        readable = absent or os.access(path, os.R_OK, effective_ids=True)
+        return SettingsFacts(named, tuple(error.complaints), readable=readable)
+    return SettingsFacts(named, count=sum(value.origin != DEFAULT for value in effective.values.values()))
+
+
+def _is_absent(path: Path) -> bool:
+    """Whether there is no such file; False if this user may not search the folder."""
+    try:
+        path.stat()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _settings_file(told: Mapping[str, str]) -> str:
+    """Return the file that a unit's command, or its environment, names."""
+    command = re.search(r"argv\[\]=(.*?) ;", told.get("ExecStart", ""))
+    option = re.search(r"--config[ =](\S+)", command[1]) if command else None
+    variable = re.search(r"(?:^|\s)\"?CUBROKER_CONFIG=([^\s\"]+)", told.get("Environment", ""))
+    return option[1] if option else variable[1] if variable else ""
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _output(program: str, *arguments: str) -> str:
+    """Return what a command prints; nothing if it is not installed, fails, or takes too long."""
+    if not (path := shutil.which(program)):
+        return ""
+    try:
+        done = subprocess.run(  # noqa: S603
+            [path, *arguments], capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+NAME = "cubroker"
+UNIT = f"{NAME}.service"
+"""The unit with which systemd runs a broker."""
+
 Outcome = Literal["works", "refused", "differs", "writable", "silent", "died", "skipped"]
 
 

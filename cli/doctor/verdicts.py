@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cubroker.cli import format
-from cubroker.cli.doctor import service
 from cubroker.cli.doctor.facts import (
+    UNIT,
     BrokerFacts,
     DeviceFacts,
     DirectoryFacts,
@@ -19,7 +19,11 @@ from cubroker.cli.doctor.facts import (
     Facts,
     Finding,
     HostFacts,
+    ListenerFacts,
+    ServiceFacts,
+    SettingsFacts,
     Trial,
+    UnitFacts,
 )
 from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.messages import IPC, MULTICAST, VMM
@@ -377,7 +381,7 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
         "directory": _directory(host.directory),
         "broker": _broker(host.broker),
         "host's broker": ((host.doubt, False, *_split(host.doubt)),),
-        **service.cases(host.service, host.broker),
+        **_service(host.service, host.broker),
     }
     found = {name: _first(cases) for name, cases in checks.items()}
     return {"driver": _driver(facts)} | {name: finding for name, finding in found.items() if finding}
@@ -487,3 +491,78 @@ def _split(message: str) -> tuple[str, str]:
     """Split the text of one of our errors: what is wrong, and after the semicolon what to do."""
     why, _, do = message.partition("; ")
     return why, do
+
+
+# -- the service -----------------------------------------------------------------------------------
+
+SHOWN = 3
+"""Complaints about the settings that are shown."""
+
+
+def _service(service: ServiceFacts, broker: BrokerFacts) -> dict[str, Cases]:
+    """Return what can be wrong with a service, by check."""
+    checks: dict[str, Cases] = {}
+    if service.unit is not None:
+        checks["service"] = _unit(service.unit)
+        error = service.unit.error
+        bad = False if service.unit.state != "active" else None
+        checks["last error"] = ((error, bad, f"the service's log says: {error}", f"`{_journal(service.unit)}`"),)
+    if broker.code:
+        checks["socket"] = _listener(service.listener)
+    if service.settings is not None:
+        checks["settings"] = _settings(service.settings)
+    return checks
+
+
+def _unit(unit: UnitFacts) -> Cases:
+    control = "systemctl" + " --user" * (unit.manager == "user")
+    restarts = f", after {format.count(unit.restarts, 'restart')}" if unit.restarts else ""
+    failed = f"{UNIT} has failed: {unit.result or 'unknown'}, status {unit.status}{restarts}"
+    look = f"`{_journal(unit)}` says why; mend it, then `{control} restart cubroker`"
+    again = f"{UNIT} ends and is started again{restarts}: {unit.result}, status {unit.status}"
+    start = f"`{control} start cubroker`" if unit.enabled else f"`{control} enable --now cubroker`"
+    broken = f"{UNIT} cannot be loaded ({unit.loaded}): {unit.why or unit.path}"
+    runs = f"{UNIT} is {unit.state} ({unit.phase})" + (f": {unit.said}" if unit.said else "")
+    verify = f"`systemd-analyze verify {unit.path or UNIT}` says what is wrong with it"
+    unmask = f"`{control} unmask cubroker` if it is meant to run"
+    reload = f"`{control} daemon-reload`, then `{control} restart cubroker`"
+    return (
+        (unit.loaded == "masked", None, f"{UNIT} is masked, so it cannot be started", unmask),
+        (unit.loaded != "loaded", False, broken, verify),
+        (unit.state == "failed", False, failed, look),
+        (unit.phase == "auto-restart", False, again, look),
+        (unit.state == "inactive", None, f"{UNIT} does not run{restarts}", start),
+        (unit.outdated, None, f"{runs}; its file was changed since", reload),
+        (unit.state == "active", True, runs, ""),
+        (True, None, runs, f"`{control} status cubroker`"),
+    )
+
+
+def _journal(unit: UnitFacts) -> str:
+    return "journalctl" + " --user" * (unit.manager == "user") + " --unit cubroker -b -n 20"
+
+
+def _listener(found: ListenerFacts) -> Cases:
+    who = f"process {found.pid} ({found.name})" if found.name else f"process {found.pid}" if found.pid else "a process"
+    if found.pid == 1:
+        who = "the first process (systemd, by a socket unit, or a keeper)"
+    waits = f"{who} listens for clients, and no broker answers: they wait"
+    see = "see its service or its keeper, and its log; a broker that is stopped goes on by `kill -CONT`"
+    deserted = "a socket is there on which no process listens: an earlier broker left it"
+    unknown = f"the socket cannot be looked at: {found.detail}"
+    return (
+        (found.state == "listening", False, waits, see),
+        (found.state == "deserted", None, deserted, "start a broker, which replaces it"),
+        (found.state == "unknown", None, unknown, "ask as the user who runs the broker, or as root"),
+    )
+
+
+def _settings(found: SettingsFacts) -> Cases:
+    shown = "; ".join(found.complaints[:SHOWN])
+    more = f" (and {len(found.complaints) - SHOWN} more)" if len(found.complaints) > SHOWN else ""
+    fine = f"{found.file}: {format.count(found.count, 'setting')}, nothing wrong"
+    return (
+        (not found.readable, None, f"this user may not read {found.file}", "ask as root"),
+        (found.complaints, False, f"{shown}{more}", f"`cubroker config check {found.file}`"),
+        (True, True, fine, ""),
+    )

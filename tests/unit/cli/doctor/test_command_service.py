@@ -12,8 +12,19 @@ from typing import Any
 
 import pytest
 
-from cubroker.cli.doctor import service
-from cubroker.cli.doctor.facts import BrokerFacts, ListenerFacts, ServiceFacts, UnitFacts
+from cubroker.cli.doctor import command, verdicts
+from cubroker.cli.doctor.facts import (
+    BrokerFacts,
+    DirectoryFacts,
+    DriverFacts,
+    Facts,
+    Finding,
+    HostFacts,
+    ListenerFacts,
+    ServiceFacts,
+    Trial,
+    UnitFacts,
+)
 from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server.transport.peer_credentials import read_process
 from tests.brokers import BrokerProcess
@@ -85,27 +96,27 @@ def test_a_unit_that_serves_is_good(systemd: Path, tmp_path: Path) -> None:
     text = FAILED.format(file=file).replace("=failed", "=active").replace("StatusText=", "StatusText=2 versions")
     (systemd / "systemctl.out").write_text(text)
     (systemd / "journalctl.out").write_text("")
-    unit = service.examine_unit("system")
+    unit = command.examine_unit("system")
     assert unit is not None
     assert (unit.state, unit.said, unit.file, unit.error, unit.restarts) == ("active", "2 versions", str(file), "", 5)
-    settings = service.examine_settings(unit, {"CUBROKER_KEEP": "nonsense"})
+    settings = command.examine_settings(unit, {"CUBROKER_KEEP": "nonsense"})
     assert settings is not None
     assert (settings.complaints, settings.count) == ((), 1), "the unit has an environment of its own"
 
 
 def test_a_unit_that_is_not_there_is_none(systemd: Path) -> None:
     (systemd / "systemctl.out").write_text("LoadState=not-found\nActiveState=inactive\n")
-    assert service.examine_unit("system") is None
-    assert service.examine_unit("user") is None
+    assert command.examine_unit("system") is None
+    assert command.examine_unit("user") is None
     (systemd / "systemctl").unlink()
     os.environ["PATH"] = str(systemd)
-    assert service.examine_unit("system") is None
+    assert command.examine_unit("system") is None
 
 
 def test_a_variable_names_the_file_of_a_unit_too(systemd: Path) -> None:
     text = FAILED.format(file="x").replace("--config x ", "").replace("HANDLER=1", "HANDLER=1 CUBROKER_CONFIG=/y.toml")
     (systemd / "systemctl.out").write_text(text)
-    unit = service.examine_unit("system")
+    unit = command.examine_unit("system")
     assert unit is not None
     assert unit.file == "/y.toml"
 
@@ -113,10 +124,10 @@ def test_a_variable_names_the_file_of_a_unit_too(systemd: Path) -> None:
 def test_settings_of_the_environment_are_looked_at_where_there_is_no_unit(tmp_path: Path) -> None:
     file = tmp_path / "cubroker.toml"
     file.write_text("keep = 1")
-    found = service.examine_settings(None, {"CUBROKER_CONFIG": str(file), "CUBROKER_KEEP": "much"})
+    found = command.examine_settings(None, {"CUBROKER_CONFIG": str(file), "CUBROKER_KEEP": "much"})
     assert found is not None
     assert [line.partition(":")[0] for line in found.complaints] == ["$CUBROKER_KEEP"]
-    missing = service.examine_settings(UnitFacts("system", file=str(tmp_path / "none.toml")), {})
+    missing = command.examine_settings(UnitFacts("system", file=str(tmp_path / "none.toml")), {})
     assert missing is not None
     assert missing.readable
     assert "none.toml" in missing.complaints[0]
@@ -129,14 +140,14 @@ def test_settings_in_a_folder_that_this_user_may_not_search_are_told_as_such(
     folder.mkdir()
     file = folder / "cubroker.toml"
     file.write_text("keep = 1\n")
-    monkeypatch.setattr(service, "FILE", str(file))
+    monkeypatch.setattr(command, "SETTINGS_FILE", str(file))
     with shut(folder):  # the file is named, and the usual one
-        found = [service.examine_settings(None, environ) for environ in ({"CUBROKER_CONFIG": str(file)}, {})]
+        found = [command.examine_settings(None, environ) for environ in ({"CUBROKER_CONFIG": str(file)}, {})]
     for settings in found:
         assert settings is not None
-        facts = ServiceFacts(settings=settings)
-        verdict = next(case for case in service.cases(facts, BrokerFacts("", ""))["settings"] if case[0])
-        assert verdict == (True, None, f"this user may not read {file}", "ask as root")
+        host = HostFacts(DirectoryFacts(tmp_path), BrokerFacts("", ""), service=ServiceFacts(settings=settings))
+        found_out = verdicts.judge_machine(Facts(DriverFacts("cuda", Trial("works")), (), host))
+        assert found_out["settings"] == Finding(None, f"this user may not read {file}", "ask as root")
 
 
 @contextmanager
@@ -159,22 +170,22 @@ def shut(folder: Path) -> Iterator[None]:
 def test_a_socket_that_listens_without_a_broker_is_told(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    assert service.examine_listener(directory) == ListenerFacts("absent")
+    assert command.examine_listener(directory) == ListenerFacts("absent")
     process = read_process(os.getpid())
     assert process is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(directory / SESSION_SOCKET))
         listener.listen(2)
-        assert service.examine_listener(directory) == ListenerFacts("listening", os.getpid(), process.name)
+        assert command.examine_listener(directory) == ListenerFacts("listening", os.getpid(), process.name)
         found = report(directory)["socket"]
     assert found["works"] is False
     assert found["why"].startswith(f"process {os.getpid()} ({process.name}) listens for clients, and no broker answers")
-    assert service.examine_listener(directory) == ListenerFacts("deserted")
+    assert command.examine_listener(directory) == ListenerFacts("deserted")
 
 
 @pytest.mark.slow
 def test_of_a_broker_that_answers_no_socket_is_told(broker: BrokerProcess) -> None:
-    assert service.examine_listener(broker.directory).pid == broker.pid
+    assert command.examine_listener(broker.directory).pid == broker.pid
     assert "socket" not in report(broker.directory)
 
 
@@ -188,4 +199,4 @@ def test_of_a_broker_that_answers_no_socket_is_told(broker: BrokerProcess) -> No
     ],
 )
 def test_errors_are_told_from_other_lines(line: dict[str, str], error: bool) -> None:
-    assert service.last_error(json.dumps(line)) == (line["MESSAGE"] if error else "")
+    assert command.last_error(json.dumps(line)) == (line["MESSAGE"] if error else "")
