@@ -12,7 +12,7 @@ from itertools import cycle
 from math import prod, sqrt
 from pathlib import Path
 
-from cubroker.cli.demo_weights import header
+from cubroker.cli.demo import weights_header
 from cubroker.client import Broker
 from cubroker.client.loading.verify import verify
 
@@ -91,7 +91,7 @@ def write_file(path: Path, of: Tensors) -> None:
     """Write a safetensors file of random bytes: header size, header, tensors end to end."""
     end = total(of)
     with path.open("wb") as file:
-        file.write(header(of))
+        file.write(weights_header(of))
         # Each block begins with its offset, so that a check notices tensors that are mixed up.
         for number, block in zip(range(0, end, BLOCK), cycle([_noise()]), strict=False):
             piece = number.to_bytes(8, "little") + block[8:]

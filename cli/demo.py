@@ -7,28 +7,33 @@ line of JSON on standard output. It ends when its input does.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import monotonic, perf_counter, sleep
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import click
 
-from cubroker.cli import demo_weights, format, options
+from cubroker.cli import format, options
 from cubroker.cli.load import summary
 from cubroker.cli.serve import FILE_VARIABLE
 from cubroker.client import Broker, Pool
@@ -36,7 +41,8 @@ from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.driver import DriverError
 from cubroker.driver import load as load_driver
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
+from cubroker.protocol import dtypes
+from cubroker.protocol.errors import CubrokerError, Exists, TimedOut, Unavailable, about
 from cubroker.protocol.status import DeviceInfo
 from cubroker.server.config.schema import SETTINGS
 from cubroker.server.hardening import python_command
@@ -79,8 +85,8 @@ def demo(path: Path | None, folder: Path | None, seed: int | None) -> None:
     if folder is not None:
         if path is not None:
             raise click.UsageError("PATH and --weights are for different things: give one of them")
-        written = demo_weights.write(folder, seed or 0)
-        format.say(f"{written}: {demo_weights.MODEL} in names, types and shapes, with random values")
+        written = write_weights(folder, seed or 0)
+        format.say(f"{written}: {MODEL} in names, types and shapes, with random values")
         return
     if seed is not None:
         raise click.UsageError("--seed works only with --weights: give both, or leave it out")
@@ -103,11 +109,11 @@ def _weights(directory: Path) -> Path:
     """Return the weights of a small model: the installed ones, or ones that are made in a directory."""
     found = find_spec(PACKAGE)
     if found is not None and found.origin is not None:
-        format.say(f"   {demo_weights.MODEL}, as it is installed")
+        format.say(f"   {MODEL}, as it is installed")
         return Path(found.origin).parent / "model" / "model.safetensors"
     start = perf_counter()
-    path = demo_weights.write(directory / "weights")
-    format.say(f"   {demo_weights.MODEL}'s shapes, random values; made in {format.duration(perf_counter() - start)}")
+    path = write_weights(directory / "weights")
+    format.say(f"   {MODEL}'s shapes, random values; made in {format.duration(perf_counter() - start)}")
     return path
 
 
@@ -252,6 +258,121 @@ class Demo:
 
 def _version(loaded: Loaded) -> str:
     return f"{loaded.name}@{loaded.version}"
+
+
+# -- weights, if no model is installed -----------------------------------------------------------------
+
+MODEL = "all-MiniLM-L6-v2"
+"""The model whose weights are loaded, or imitated if :data:`PACKAGE` is not installed.
+
+It is an encoder of six layers: 104 tensors, 86.6 MiB. The names, types and shapes are those of its checkpoint
+(sentence-transformers/all-MiniLM-L6-v2 on Hugging Face). The values are random and small, so sharing them costs what
+sharing the model's costs, and computing with them yields nonsense.
+"""
+
+FILE = "model.safetensors"
+"""The name of the file that is written."""
+
+UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP})
+"""Errors of link(2) on a file system that has no hard links."""
+
+LAYERS, HIDDEN, INNER, WORDS, POSITIONS = 6, 384, 1536, 30522, 512
+
+HIGH_BYTES = bytes.fromhex("3c3dbcbd") * 64
+"""For each value of a byte the high byte of a float32 that replaces it: magnitudes from 1/128 to 1/8, of both signs."""
+
+Entry = tuple[str, str, tuple[int, ...]]
+"""A tensor's name, its dtype and its shape."""
+
+
+def weight_tensors() -> Iterator[Entry]:
+    """Yield the tensors of the checkpoint."""
+    yield "embeddings.position_ids", "I64", (1, POSITIONS)
+    for name, rows in (("word_embeddings", WORDS), ("position_embeddings", POSITIONS), ("token_type_embeddings", 2)):
+        yield f"embeddings.{name}.weight", "F32", (rows, HIDDEN)
+    yield from _pair("embeddings.LayerNorm", (HIDDEN,))
+    for number in range(LAYERS):
+        layer = f"encoder.layer.{number}"
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            yield from _pair(f"{layer}.attention.{name}", (HIDDEN, HIDDEN))
+        yield from _pair(f"{layer}.attention.output.LayerNorm", (HIDDEN,))
+        yield from _pair(f"{layer}.intermediate.dense", (INNER, HIDDEN))
+        yield from _pair(f"{layer}.output.dense", (HIDDEN, INNER))
+        yield from _pair(f"{layer}.output.LayerNorm", (HIDDEN,))
+    yield from _pair("pooler.dense", (HIDDEN, HIDDEN))
+
+
+def _pair(module: str, shape: tuple[int, ...]) -> Iterator[Entry]:
+    yield f"{module}.weight", "F32", shape
+    yield f"{module}.bias", "F32", shape[:1]
+
+
+def write_weights(folder: Path, seed: int = 0) -> Path:
+    """Write the weights as ``model.safetensors`` into a folder, which is made if needed, and return the file's path.
+
+    Every call with the same ``seed`` writes the same bytes. The file has its name once it is whole; a write that fails
+    leaves no file.
+
+    Raises:
+        Exists: there is a file or a link of that name, which stays as it is.
+        OSError: the file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE
+    if os.path.lexists(path):
+        raise _exists(path)
+    unfinished = folder / f".{FILE}.{secrets.token_hex(4)}"
+    with about(path), unfinished.open("xb") as file:
+        try:
+            _fill(file, Random(f"{MODEL} {seed}"))  # noqa: S311  # values, not secrets
+            file.flush()
+            _give_name(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _fill(file: BinaryIO, random: Random) -> None:
+    file.write(weights_header(weight_tensors()))
+    for _, dtype, shape in weight_tensors():
+        count = math.prod(shape)
+        file.write(struct.pack(f"<{count}q", *range(count)) if dtype == "I64" else _floats(random, count))
+
+
+def _give_name(unfinished: Path, path: Path) -> None:
+    """Give a file its name; raises ``Exists`` if the name is taken. A rename alone would replace an existing file."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        if os.path.lexists(path):
+            raise _exists(path) from None
+        unfinished.rename(path)
+
+
+def _exists(path: Path) -> Exists:
+    return Exists(f"{path} is there already and is not replaced; name another folder, or delete it first")
+
+
+def weights_header(entries: Iterable[Entry]) -> bytes:
+    """Return the beginning of a safetensors file: the length of a JSON object, and the object, padded to 8 bytes."""
+    found: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in entries:
+        begin, end = end, end + dtypes.nbytes(dtype, shape)
+        found[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(found).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _floats(random: Random, count: int) -> bytearray:
+    data = bytearray(random.randbytes(4 * count))
+    data[3::4] = data[3::4].translate(HIGH_BYTES)
+    return data
 
 
 # -- the stage -------------------------------------------------------------------------------------

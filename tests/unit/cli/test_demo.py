@@ -20,8 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.cli import demo_weights
-from cubroker.cli.demo import Child, _weights
+from cubroker.cli.demo import Child, _give_name, _weights, weight_tensors, write_weights
 from cubroker.cli.main import COMMANDS
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.protocol.errors import CubrokerError, Exists, TimedOut, Unavailable
@@ -163,7 +162,7 @@ def test_the_demo_writes_its_weights_for_other_commands(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{path}: all-MiniLM-L6-v2 ")
     with Checkpoint.open([path]) as checkpoint:
         entries = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in checkpoint.entries}
-    found = {name: (dtype, shape) for name, dtype, shape in demo_weights.tensors()}
+    found = {name: (dtype, shape) for name, dtype, shape in weight_tensors()}
     assert entries == found
     with path.open("rb") as file:
         file.seek(-4 * 384, os.SEEK_END)
@@ -173,7 +172,7 @@ def test_the_demo_writes_its_weights_for_other_commands(tmp_path: Path) -> None:
     others = tmp_path / "others"
     assert run("demo", "--weights", others / "1", "--seed", "1").returncode == 0
     assert (others / "1" / path.name).stat().st_size == path.stat().st_size
-    assert (others / "1" / path.name).read_bytes() != path.read_bytes() == demo_weights.write(others).read_bytes()
+    assert (others / "1" / path.name).read_bytes() != path.read_bytes() == write_weights(others).read_bytes()
     refused = run("demo", path, "--weights", tmp_path)
     assert refused.returncode == 2
 
@@ -218,13 +217,13 @@ def test_weights_get_their_name_where_there_are_no_hard_links(
     monkeypatch.setattr(os, "link", link)
     if number != errno.EPERM:
         with pytest.raises(OSError, match=os.strerror(number)):
-            demo_weights._name(unfinished, path)
+            _give_name(unfinished, path)
         return
-    demo_weights._name(unfinished, path)
+    _give_name(unfinished, path)
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
     unfinished.write_bytes(b"newer")
     with pytest.raises(Exists, match="is there already"):
-        demo_weights._name(unfinished, path)
+        _give_name(unfinished, path)
     assert path.read_bytes() == b"new"
 
 
@@ -232,7 +231,7 @@ def test_weights_get_their_name_where_there_are_no_hard_links(
 def test_weights_that_are_made_have_the_names_types_and_shapes_of_the_model() -> None:
     with Checkpoint.open([_weights(Path("unused"))]) as checkpoint:
         real = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in checkpoint.entries}
-    assert {name: (dtype, shape) for name, dtype, shape in demo_weights.tensors()} == real
+    assert {name: (dtype, shape) for name, dtype, shape in weight_tensors()} == real
 
 
 # -- its children ----------------------------------------------------------------------------------
