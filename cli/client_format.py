@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -73,6 +74,12 @@ def held(client: ClientInfo, now: float) -> str:
     return format.since(now - began) if began is not None else "?" if client.leases else "-"
 
 
+def leases(client: ClientInfo) -> str:
+    """Return the versions that a client holds, in words; nothing if it holds nothing."""
+    pools = Counter(f"{lease.pool}@{lease.version}" for lease in client.leases)
+    return ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in pools.items())
+
+
 def holders(clients: Sequence[ClientInfo]) -> Mapping[tuple[str, int], list[ClientInfo]]:
     """Return the clients that hold each version, in the order of ``clients``."""
     found: dict[tuple[str, int], dict[int, ClientInfo]] = {}
@@ -127,7 +134,7 @@ def columns(clients: Sequence[ClientInfo], now: float) -> dict[str, Callable[[Cl
         ">AGE": lambda client: age(client, now),
         "STATE": lambda client: client.state,
         ">HELD": lambda client: held(client, now),
-        "~LEASES": lambda client: format.leases(client) or "none",
+        "~LEASES": lambda client: leases(client) or "none",
     }
     if any(client.locks for client in clients):
         found |= {"~LOCKS": lambda client: ", ".join(client.locks) or "none"}

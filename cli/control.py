@@ -113,7 +113,7 @@ def _lends(directory: Path) -> bool:
 def _holders(broker: Broker) -> dict[str, str]:
     """Return the other clients with leases, and what each holds."""
     return {
-        f"session {client.session}, {client_format.label(client)}": format.leases(client)
+        f"session {client.session}, {client_format.label(client)}": client_format.leases(client)
         for client in client_format.known(broker.clients(), broker.session)
         if client.session != broker.session and client.leases
     }

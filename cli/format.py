@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -21,7 +20,6 @@ import click
 import msgspec
 
 from cubroker.protocol.errors import CubrokerError, explain
-from cubroker.protocol.status import ClientInfo
 
 BROKEN_PIPE = 141
 """Exit status when the reader of our output went away, as the shell reports a death by SIGPIPE."""
@@ -83,12 +81,6 @@ def group(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
-
-
-def leases(client: ClientInfo) -> str:
-    """Return the versions that a client holds, in words; nothing if it holds nothing."""
-    pools = Counter(f"{lease.pool}@{lease.version}" for lease in client.leases)
-    return ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in pools.items())
 
 
 def place(indexes: Mapping[str, int], uuid: str) -> str:

@@ -425,7 +425,7 @@ class Frame:
         title.stylize("bold")
         yield title
         for row, client in zip(rows, shown, strict=True):
-            leases = format.printable(format.leases(client)).split(", ") if client.leases else ["none"]
+            leases = format.printable(client_format.leases(client)).split(", ") if client.leases else ["none"]
             room = self.width - wide - 1
             rest = f" +{len(leases) - 1}" if len(leases) > 1 else ""
             first = format.squeeze(leases[0], room - len(rest))
