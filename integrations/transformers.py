@@ -111,12 +111,17 @@ def _configuration(config: Any, *, trust_remote_code: bool) -> tuple[Any, str]:
 
 
 def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:
-    """Make a model from a configuration."""
+    """Make a model from a configuration, with its dtype, which computed buffers need as well as parameters.
+
+    ``_from_config`` is what ``from_config`` of the auto classes calls. A class alone makes models of torch's default
+    dtype.
+    """
     import transformers
 
     if auto is not None:
         options = {"trust_remote_code": trust_remote_code} if hasattr(auto, "_model_mapping") else {}
-        return auto.from_config(config, **options) if hasattr(auto, "from_config") else auto(config)
+        make = getattr(auto, "from_config", None) or getattr(auto, "_from_config", auto)
+        return make(config, **options)
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -124,7 +129,7 @@ def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:
             f"the configuration names {_some(names)} as architecture, and transformers {transformers.__version__} has"
             f" no such class; say with `auto` what makes the model, such as auto=AutoModelForCausalLM"
         )
-    return kind(config)
+    return kind._from_config(config)
 
 
 def _with_generation(model: Any, source: str) -> Any:
