@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -28,19 +28,22 @@ if TYPE_CHECKING:  # at run time, modules that most readers do not need are impo
 
 
 class UnknownTensor(KeyError):
-    """A name that no tensor has. The text adds similar names; they are searched for only when it is shown."""
+    """A name that no tensor here has. The text adds a hint, which is searched for only when it is shown."""
 
-    def __init__(self, name: str, names: Collection[str] = (), label: str = "") -> None:
+    def __init__(self, name: str, index: TensorIndex | None = None, label: str = "") -> None:
         super().__init__(name)
-        self._names = names
+        self._index = index
         self._label = label
 
     def __str__(self) -> str:
         from difflib import get_close_matches
 
-        name = self.args[0]
-        near = get_close_matches(name, self._names) if isinstance(name, str) else []
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "iterate over the pool for their names"
+        name, index = self.args[0], self._index
+        hint = "iterate over the pool for their names"
+        if index and any(tensor.name == name for tensor in index.layout.tensors):
+            hint = "it is in the shard of another device; a pool that is attached without `device` has all shards"
+        elif index and isinstance(name, str) and (near := get_close_matches(name, index.tensors)):
+            hint = f"did you mean {' or '.join(map(repr, near))}?"
         return f"{self._label} has no tensor {name!r}; {hint}"
 
 
@@ -178,7 +181,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         try:
             return self._index.tensors[name]
         except KeyError:
-            raise UnknownTensor(name, self._index.tensors, self._label) from None
+            raise UnknownTensor(name, self._index, self._label) from None
 
     def _tensor(self, name: str, dtype: str, shape: tuple[int, ...], allocation: int, offset: int) -> SharedTensor:
         place = self._place[allocation]

@@ -151,8 +151,10 @@ def test_a_worker_may_take_the_shard_of_its_device_alone(client: Broker, name: s
     with client.attach(name, device=1) as pool:
         assert (list(pool), len(pool), pool.device.index) == (["b", "none"], 2, 1)
         assert "a" not in pool
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="has no tensor 'a'; it is in the shard of another device"):
             pool["a"]
+        with pytest.raises(KeyError, match="has no tensor 'nine'; did you mean 'none'"):
+            pool["nine"]
         assert (pool.layout, pool.allocations, pool.nbytes) == (SHARDED, (1,), SHARDED.allocations[1])
         assert [slab.name for slab in pool.allocation_views] == ["allocation 1"]
         state: dict[str, Any] = state_dict(pool)
