@@ -516,7 +516,8 @@ class Pool(Replica, Closeable):
         try:
             yield from LeaseRequest(self._lease).ask(self._attach(self.version, wait))
         except (NotFound, Retired) as error:
-            raise type(error)(f"{self._label} cannot wake: {error.message}; close it, and attach again") from None
+            hint = "switch() the pool to another version, or close it and attach again"
+            raise type(error)(f"{self._label} cannot wake: {error.message}; {hint}") from None
 
     def switch(self, version: int | None = None, wait: float = 0.0) -> int:
         """Map another version of the pool at the same addresses, in place of this one; returns the version's number.

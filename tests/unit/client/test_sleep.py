@@ -119,7 +119,7 @@ def test_a_version_that_was_retired_does_not_wake(client: Broker, name: str, gon
         if gone:
             keeper.close()
             eventually(lambda: not client.pools(), "the end of the version")
-        with pytest.raises((Retired, NotFound), match=r"cannot wake: .*close it, and attach again"):
+        with pytest.raises((Retired, NotFound), match=r"cannot wake: .*switch\(\) the pool to another version"):
             pool.wake()
         assert pool.asleep
     keeper.close()

@@ -100,7 +100,7 @@ def test_a_version_that_was_retired_does_not_wake(client: Broker) -> None:
     with client.attach("x", device=1) as pool:
         pool.sleep()
         client.retire("x")
-        with pytest.raises((Retired, NotFound), match=r"cannot wake: .*close it, and attach again"):
+        with pytest.raises((Retired, NotFound), match=r"cannot wake: .*switch\(\) the pool to another version"):
             pool.wake()
         assert pool.asleep
 
