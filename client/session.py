@@ -30,8 +30,7 @@ from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import greet, until_served
 from cubroker.client.transport.requests import Future, Requests, Steps, expect, run, seconds
 from cubroker.driver import Driver
-from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, explain
-from cubroker.protocol.fields import MAX_WAIT
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, explain
 from cubroker.protocol.messages import Done, Find, Found, Reply, Request
 from cubroker.protocol.paths import absolute, find_directory
 from cubroker.protocol.wire import authentication
@@ -370,9 +369,7 @@ class Reconnecting(NotPicklable, Closeable):
         self, directory: str | os.PathLike[str] | None, timeout: float, connect_timeout: float | None, wait: float
     ) -> None:
         greeting = timeout if connect_timeout is None else connect_timeout
-        for limit in (timeout, greeting):
-            if not 0 < limit <= MAX_WAIT:
-                raise Invalid(f"a timeout of {limit} seconds; it can be more than 0, up to {MAX_WAIT:g}")
+        timeout, greeting = (seconds(limit, "timeout", zero=False) for limit in (timeout, greeting))
         self._timeouts = timeout, greeting
         #: Delivered when this object is closed.
         self._closed: Future[None] = Future()

@@ -451,11 +451,15 @@ class Requests(NotPicklable):
         return data
 
 
-def seconds(wait: float) -> float:
-    """Return a wait in seconds as requests carry it; raises ``Invalid`` if it is out of range."""
-    if not 0 <= wait <= MAX_WAIT:
-        raise Invalid(f"a wait of {wait} seconds; it can be 0 to {MAX_WAIT:g}")
-    return float(wait)
+def seconds(limit: float, what: str = "wait", *, zero: bool = True) -> float:
+    """Return a time in seconds as requests carry it; raises ``Invalid`` if it is no number, or out of range."""
+    try:
+        valid = 0 <= limit <= MAX_WAIT and (zero or limit != 0)
+    except TypeError:  # such as None, which other libraries take for no limit
+        valid = False
+    if not valid:
+        raise Invalid(f"a {what} of {limit!r} seconds; it can be {'0' if zero else 'more than 0, up'} to {MAX_WAIT:g}")
+    return float(limit)
 
 
 def version_number(version: int | None) -> int:

@@ -207,6 +207,8 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.describe("x", version=True), Invalid, "version True is no whole number"),
         (lambda broker: broker.attach("x", wait=-1), Invalid, "wait of -1"),
         (lambda broker: broker.attach("x", wait=float("nan")), Invalid, "wait of nan"),
+        (lambda broker: broker.attach("x", wait=None), Invalid, "a wait of None seconds; it can be 0 to 604800"),
+        (lambda broker: broker.reconnect(wait="3"), Invalid, "a wait of '3' seconds"),
         (lambda broker: broker.create("x", LAYOUT, share="wish"), Invalid, "unknown share kind"),
         (lambda broker: broker.create("x", LAYOUT, share="ipc", durable=True), Unsupported, "use vmm or multicast"),
         (lambda broker: broker.create("x", LAYOUT, durable=True), Unsupported, "no store"),
@@ -224,9 +226,9 @@ def test_a_mistake_is_named(client: Broker, call: Any, error: type[Exception], c
         call(client)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
-def test_a_timeout_must_be_some_time(lender: BrokerProcess, timeout: float) -> None:
-    with pytest.raises(Invalid, match="timeout"):
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), None, "3"])
+def test_a_timeout_must_be_some_time(lender: BrokerProcess, timeout: Any) -> None:
+    with pytest.raises(Invalid, match=f"a timeout of {timeout!r} seconds; it can be more than 0, up to 604800"):
         Broker(lender.directory, timeout=timeout)
 
 
