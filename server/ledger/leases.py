@@ -154,9 +154,8 @@ def lend(
         _check_draft(tables, session, version)
     if not tables.lends(durable=version.durable):
         raise errors.Unavailable(error_text.not_lending(tables))
-    chosen, written = _choose(tables, version, where.device, where.peers), tuple[Replica, ...]()
-    if version.share == MULTICAST:
-        written = memory.replicas_for(version, chosen, where.device)
+    chosen = _choose(tables, version, where.device, where.peers)
+    written = memory.replicas_for(version, chosen, where.device) if version.share == MULTICAST else ()
     check_quota(tables, session)
     if draft:
         version.lent = True
@@ -265,16 +264,11 @@ def grant(
     session.user.leases += 1
     tables.mark_dirty(Kind.LEASE, lease.id)
     tables.note(session, f"lease {lease.id} on {version.label} began")
-    if has_fds(sent := send_fds(lease), version):
+    if (sent := send_fds(lease)) is not None:
         lease.unsent = opened_by(version) == FABRIC
         if not lease.unsent:
             tables.effects.append(sent)
     return lease
-
-
-def has_fds(sent: events.SendFds, version: Version) -> bool:
-    """Whether there are descriptors to send to a lease on a version; a draft may have no memory of its own."""
-    return version.share in BY_DESCRIPTOR and bool(sent.sources or sent.group)
 
 
 def opened_by(version: Version) -> str:
@@ -287,15 +281,22 @@ def opened_by(version: Version) -> str:
     return "descriptor" if by_descriptor else FABRIC
 
 
-def send_fds(lease: Lease) -> events.SendFds:
-    """Return the effect that sends all descriptors of a lease; a writer gets none of memory that its draft shares."""
+def send_fds(lease: Lease) -> events.SendFds | None:
+    """Return the effect that sends all descriptors of a lease; None if it has none.
+
+    A writer gets none of memory that its draft shares, and a draft may have no other.
+    """
     version = lease.version
+    if version.share not in BY_DESCRIPTOR:
+        return None
     group = version.multicast_group if lease.bound else None
     objects = group.id if group is not None and group.sizes else 0
     writes = version is version.pool.draft and lease.writes
     sources: list[events.FdSource] = []
     for replica in lease.replicas:
         sources += memory.fd_sources(memory.own(version, replica)) if writes else replica.fd_sources
+    if not (sources or objects):
+        return None
     writable = version.writable or writes
     return events.SendFds(lease.session.id, lease.id, tuple(sources), objects, writable=writable)
 
@@ -314,7 +315,9 @@ def send_descriptors(tables: Tables, session: Session, body: messages.SendDescri
     if lease.version.state is VersionState.LOST:
         why = lease.version.why
         raise errors.Unavailable(f"{lease.version.label} was lost: {why}; close it, and attach to the next version")
-    tables.effects.append(send_fds(lease))
+    sent = send_fds(lease)
+    assert sent is not None
+    tables.effects.append(sent)
     lease.unsent = False
     tables.mark_dirty(Kind.LEASE, lease.id)
     return messages.Done()
@@ -329,7 +332,7 @@ def attached(lease: Lease) -> messages.Attached:
         version=version.number,
         share=version.share,
         layout=version.layout,
-        replicas=tuple(messages.ReplicaHandles(each.account.device.uuid, each.handles) for each in lease.replicas),
+        replicas=tuple([messages.ReplicaHandles(each.account.device.uuid, each.handles) for each in lease.replicas]),
         writable=version.writable,
         team=memory.multicast_message(version, objects=lease.bound) if version.share == MULTICAST else None,
     )

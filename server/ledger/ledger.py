@@ -181,9 +181,8 @@ class Ledger:
             return None
         version = known.version
         answer = leases.created(known) if known.writes else leases.attached(known)
-        hand_over = leases.send_fds(known)
-        sent = version.state is not VersionState.LOST and leases.has_fds(hand_over, version) and not known.unsent
-        return LeaseGrant(answer, hand_over if sent else None)
+        sent = version.state is not VersionState.LOST and not known.unsent
+        return LeaseGrant(answer, leases.send_fds(known) if sent else None)
 
     def admission_error(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
         """Return why a user may not open a session now; None if it may."""

@@ -86,7 +86,7 @@ class EventCounter:
 class PendingRequest(Struct, frozen=True):
     """A request without a reply yet."""
 
-    body: messages.Request
+    event: events.RequestReceived
     #: The pool of the draft whose lease the request names; empty if it names none.
     leased: str
     #: The time of its arrival, by the monotonic clock.
@@ -95,14 +95,15 @@ class PendingRequest(Struct, frozen=True):
     @property
     def kind(self) -> str:
         """The name of the request's type."""
-        return type(self.body).__name__
+        return type(self.event.body).__name__
 
     @property
     def pool(self) -> str:
         """The name of the pool that the request is about; empty if the request names none."""
-        if isinstance(self.body, Naming):
-            return self.body.name
-        return self.body.pool or "" if isinstance(self.body, messages.Tell) else self.leased
+        body = self.event.body
+        if isinstance(body, Naming):
+            return body.name
+        return body.pool or "" if isinstance(body, messages.Tell) else self.leased
 
 
 def _count(leases: int) -> str:
@@ -179,7 +180,8 @@ class LedgerObserver:
         self._excesses: Mapping[int, str] = {}
         self._beyond_leases: Mapping[int, int] = {}
         self._releases = Releases()
-        self._pending: defaultdict[int, dict[int, PendingRequest]] = defaultdict(dict)
+        self._begun: PendingRequest | None = None  # the request that the ledger is handling
+        self._waiting: defaultdict[int, dict[int, PendingRequest]] = defaultdict(dict)  # by session and number
 
     def snapshot(self, *, everything: bool) -> Snapshot:
         """Return a snapshot of the broker, with ``everything`` or with what strangers to all pools may know."""
@@ -196,7 +198,12 @@ class LedgerObserver:
         """Note an event that the ledger is about to handle."""
         self.revision += 1
         try:
-            self._before(event)
+            if type(event) is events.RequestReceived:
+                body = event.body
+                leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, OF_DRAFTS) else ""
+                self._begun = PendingRequest(event, leased, time.monotonic())
+            else:
+                self._before(event)
         # A failure here must not keep a request, or the end of a process, from the ledger.
         except Exception:
             log.exception(FAILURE)
@@ -208,17 +215,12 @@ class LedgerObserver:
         except Exception:
             log.exception(FAILURE)
 
-    # Most events are requests, and most effects replies: they come first. `match` would cost more.
     def _before(self, event: events.LedgerEvent) -> None:
-        if isinstance(event, events.RequestReceived):
-            body = event.body
-            leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, OF_DRAFTS) else ""
-            self._pending[event.session][event.request] = PendingRequest(body, leased, time.monotonic())
-        elif isinstance(event, events.ConnectionLost):
+        if isinstance(event, events.ConnectionLost):
             if (who := self._ledger.holder(event.session)) is not None and who.leases:
                 why = "the connection has ended"
                 self._log(logging.INFO, who, f"{why}; {_count(len(who.leases))} until the process does", why=why)
-            self._pending.pop(event.session, None)  # its pending requests are not answered any more
+            self._waiting.pop(event.session, None)  # its pending requests are not answered any more
         elif isinstance(event, events.ProcessExited) and (who := self._ledger.holder(event.session)) is not None:
             why = "the process has ended"
             if who.leases:
@@ -226,9 +228,11 @@ class LedgerObserver:
             else:
                 self._log(logging.DEBUG, who, why, why=why)
 
+    # Most events are requests, and most effects their replies: they come first. `match` would cost more.
     def _after(self, event: events.LedgerEvent, effects: Collection[events.Effect]) -> None:
-        if isinstance(event, events.RequestReceived):
-            if isinstance(event.body, messages.Drain):
+        begun, self._begun = self._begun, None
+        if type(event) is events.RequestReceived:
+            if type(event.body) is messages.Drain:
                 self._drains(event, event.body, effects)
         elif isinstance(event, events.SessionOpened):
             self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
@@ -237,12 +241,19 @@ class LedgerObserver:
         elif isinstance(event, events.Freed | events.MulticastUnbound):
             self._releases.done(event)
         for effect in effects:
-            if isinstance(effect, events.Respond):
-                self._answered(effect.session, effect.request, effect.body)
+            if type(effect) is events.Respond:
+                if begun is None or begun.event.request != effect.request or begun.event.session != effect.session:
+                    request = self._waiting.get(effect.session, {}).pop(effect.request, None)
+                else:
+                    request, begun = begun, None
+                if request is not None:  # otherwise an earlier broker received it
+                    self._answered(effect, request)
             elif isinstance(effect, events.Free | events.BindMulticast | events.UnbindMulticast):
                 self._releases.begun(effect, time.monotonic())
             elif isinstance(effect, events.ForgetSession):
-                self._pending.pop(effect.session, None)
+                self._waiting.pop(effect.session, None)
+        if begun:
+            self._waiting[begun.event.session][begun.event.request] = begun
 
     def _drains(self, event: events.RequestReceived, body: messages.Drain, effects: Collection[events.Effect]) -> None:
         if events.Respond(event.session, event.request, messages.Done()) in effects:
@@ -259,18 +270,16 @@ class LedgerObserver:
             log.info("user %d gets leases again: %s", uid, why, extra={"uid": uid})
         self._beyond_leases = self._ledger.beyond_leases()
 
-    def _answered(self, session: int, number: int, reply: messages.Reply) -> None:
-        request = self._pending.get(session, {}).pop(number, None)
-        if request is None:  # an earlier broker received it
-            return
-        code = reply.code if isinstance(reply, messages.Failed) else ""
+    def _answered(self, answer: events.Respond, request: PendingRequest) -> None:
+        reply = answer.body
+        code = reply.code if type(reply) is messages.Failed else ""
         self.counter.request_answered(request.kind, time.monotonic() - request.since, code)
         # The log already has a line about a request that was denied.
         if code != Denied.code and (type(reply) in PLAIN or log.isEnabledFor(logging.DEBUG)):
             level, text, fields = _describe(request, reply)
             if request.pool:
                 fields["pool"] = request.pool
-            self._log(level, self._ledger.holder(session), text, request=number, **fields)
+            self._log(level, self._ledger.holder(answer.session), text, request=answer.request, **fields)
 
     def _log(self, level: int, who: Session | None, text: str, **fields: object) -> None:
         """Log what a session did, unless its user has had too many lines at ``info`` or the session is gone."""
