@@ -179,10 +179,10 @@ class Broker:
         """Return the ledger events that an event leads to, and replies that need no decision."""
         told: LedgerEvent | None = None
         match event:
-            case BatchReceived(frames):
+            case BatchReceived(requests):
                 if self._requests.turns.paused and not self._gateway.send(()):  # the gateway is not behind any more
                     self._requests.turns.resume()
-                return self._requests.decode(frames)
+                return self._requests.decode(requests)
             case TurnDue():
                 return self._requests.turns.step()
             case ClientGreeted(ping=True):

@@ -21,9 +21,9 @@ from cubroker.server.transport.peer_credentials import Peer
 class BatchReceived(NamedTuple):
     """The gateway forwarded requests, or can take replies again."""
 
-    #: Routing ids and frames, alternating. They end early once the gateway is too far behind with replies; another
-    #: event has the rest.
-    frames: Iterable[bytes]
+    #: Routing id and frame of each. They end early once the gateway is too far behind with replies; another event has
+    #: the rest.
+    requests: Iterable[tuple[bytes, bytes]]
 
 
 class GatewayStarted(NamedTuple):

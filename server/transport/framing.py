@@ -102,7 +102,7 @@ class BatchDecoder:
         except msgpack.UnpackException as error:
             raise ValueError(f"not msgpack: {error!r}") from None
         for batch in batches:
-            if not isinstance(batch, list) or not all(type(frame) is bytes for frame in batch):
+            if not isinstance(batch, list) or not {bytes}.issuperset(map(type, batch)):
                 raise ValueError(f"not a list of byte strings, but {type(batch).__name__}")
         if self._grown and self._fed == self._read:
             self._begin()  # the buffer has grown to the largest batch, and does not shrink

@@ -30,8 +30,8 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import cast
 
@@ -119,8 +119,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
 
     def __init__(self, queue: EventQueue | None = None) -> None:
         loop = asyncio.get_running_loop()
-        #: Receives requests as :class:`BatchReceived`; while None they are dropped. The frames of a batch end early,
-        #: after a whole request, if the replies exceed what the gateway takes; the other frames are put later.
+        #: Receives requests as :class:`BatchReceived`; while None they are dropped. The requests of a batch end early
+        #: if the replies exceed what the gateway takes; the other requests are put later.
         self.queue = queue
         #: Done once the gateway listens; cancelled if it never does.
         self.listening: asyncio.Future[None] = loop.create_future()
@@ -130,8 +130,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self.question = os.urandom(16)
         self._batches = RequestDecoder()
         self._received = framing.room()
-        #: Frames of requests that are not handed over yet.
-        self._frames: deque[bytes] = deque()
+        #: Routing ids and frames of requests that are not handed over yet.
+        self._requests: deque[tuple[bytes, bytes]] = deque()
         #: Set when unsent replies exceed HIGH_WATER, until the gateway has taken most of them.
         self._behind = False
         #: Set when unsent replies exceed MAX_READING, until the gateway is not behind any more.
@@ -165,7 +165,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             return False
         if self._full:
             return True
-        if self._frames or self._transport.is_closing():
+        if self._requests or self._transport.is_closing():
             return False
         return not is_ready(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
 
@@ -190,38 +190,38 @@ class GatewayConnection(asyncio.BufferedProtocol):
         """
         try:
             whole = self._batches.feed(self._received[:nbytes]) if nbytes else []
+            self._requests.extend(chain.from_iterable(map(self._requests_of, whole)))
         except ValueError as error:
             log.error("the gateway sent an invalid batch (%s) and is restarted", error)
             return self.close()
         if not all(whole) and not self.listening.done():
             self.listening.set_result(None)
-        self._frames.extend(chain.from_iterable(map(self._return_questions, whole)))
         if self.queue is None:
-            self._frames.clear()
-        elif self._frames or not nbytes:
+            self._requests.clear()
+        elif self._requests or not nbytes:
             try:
-                self.queue.put(BatchReceived(self._next_frames()))
+                self.queue.put(BatchReceived(self._next_requests()))
             except BaseException:
                 self.close()
                 raise
-            if self._frames and not self._full:
+            if self._requests and not self._full:
                 self._transport.pause_reading()
                 self._resume_soon()
             elif not self._full:
                 self._transport.resume_reading()
         return None
 
-    def _return_questions(self, batch: list[bytes]) -> list[bytes]:
-        """Send the questions of a batch back, and return the rest of it."""
-        if self.question not in batch:
-            return batch
-        rest: list[bytes] = []
-        for routing, frame in framing.pairs(batch):
-            if frame == self.question:
-                self.send((routing, frame))
-            else:
-                rest += (routing, frame)
-        return rest
+    def _requests_of(self, batch: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
+        """Return the requests of a batch; send questions back."""
+        pairs = framing.pairs(batch)
+        return filterfalse(self._returned, pairs) if self.question in batch else pairs
+
+    def _returned(self, request: tuple[bytes, bytes]) -> bool:
+        """Send a request back if it is the question; return whether it is."""
+        if request[1] != self.question:
+            return False
+        self.send(request)
+        return True
 
     def pause_writing(self) -> None:
         """Note that the gateway is behind."""
@@ -241,13 +241,12 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._resuming = False
         self.buffer_updated(0)
 
-    def _next_frames(self) -> Iterator[bytes]:
-        """Yield frames, in pairs, until the gateway is far behind."""
+    def _next_requests(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield requests until the gateway is far behind."""
         for _ in range(AT_ONCE):
-            if not self._frames or self._full:
+            if not self._requests or self._full:
                 return
-            yield self._frames.popleft()
-            yield self._frames.popleft()
+            yield self._requests.popleft()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the gateway closed its end, or this side did."""

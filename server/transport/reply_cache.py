@@ -81,7 +81,7 @@ class ReplyAccount:
     """What one user's requests and answers cost.
 
     Attributes:
-        nbytes: what they cost together, in bytes.
+        nbytes: what they cost together, in bytes. Those of layouts are counted here, all others by the caches.
     """
 
     def __init__(self) -> None:
@@ -93,25 +93,21 @@ class ReplyAccount:
         new = 0 if layout in self._layouts else len(layout)
         return self.nbytes + nbytes + new <= MAX_BYTES
 
-    def add(self, nbytes: int, layout: bytes) -> None:
-        """Count ``nbytes`` more, and one more holder of a layout."""
-        self.nbytes += nbytes
-        if layout:
-            shared = self._layouts.get(layout)
-            if shared is None:
-                shared = self._layouts[layout] = SharedLayout(layout)
-                self.nbytes += len(layout)
-            shared.holders += 1
+    def hold(self, layout: bytes) -> None:
+        """Count one more holder of a layout."""
+        shared = self._layouts.get(layout)
+        if shared is None:
+            shared = self._layouts[layout] = SharedLayout(layout)
+            self.nbytes += len(layout)
+        shared.holders += 1
 
-    def remove(self, nbytes: int, layout: bytes) -> None:
-        """Undo :meth:`add`."""
-        self.nbytes -= nbytes
-        if layout:
-            shared = self._layouts[layout]
-            shared.holders -= 1
-            if not shared.holders:
-                del self._layouts[layout]
-                self.nbytes -= len(layout)
+    def release(self, layout: bytes) -> None:
+        """Undo :meth:`hold`."""
+        shared = self._layouts[layout]
+        shared.holders -= 1
+        if not shared.holders:
+            del self._layouts[layout]
+            self.nbytes -= len(layout)
 
     def shared(self, layout: bytes) -> SharedLayout:
         """Return the one copy of a layout that was added; an empty one is not shared."""
@@ -146,7 +142,7 @@ def parts(answer: Frame) -> tuple[int, bytes]:
     body = answer.body
     assert isinstance(body, LEASES)
     replicas = body.replicas
-    layout = body.layout if isinstance(body, Attached) else b""
+    layout = body.layout if type(body) is Attached else b""
     # Each allocation has a handle of 64 bytes on one device, or a placeholder for a descriptor on each device.
     return len(replicas[0].handles) * (64 + (2 + len(DESCRIPTOR)) * len(replicas)), layout
 
@@ -238,7 +234,7 @@ class ReplyCache:
         self._refused = Spans(receipts.refused_edges())
         for number, frame in kept.items():
             if frame is not None:
-                self._keep(number, _kept(frame))
+                self._keep_answer(number, frame)
         self._lasting: set[int] = set(self._kept)
         #: Lasting answers that are not written down yet, and None for those that are not kept any more.
         self.changes: dict[int, Frame | None] = dict.fromkeys(kept.keys() - self._kept.keys())
@@ -264,12 +260,12 @@ class ReplyCache:
 
     def move(self, account: ReplyAccount) -> None:
         """Count everything on another account from now on: that of the session's user."""
-        for nbytes, layout in (
-            *((cost, layout) for _, cost, layout in self._pending.values()),
-            *((answer.cost, answer.layout) for answer in self._kept.values()),
-        ):
-            self.account.remove(nbytes, layout)
-            account.add(nbytes, layout)
+        self.account.nbytes -= self._nbytes
+        account.nbytes += self._nbytes
+        pending, kept = self._pending.values(), self._kept.values()
+        for layout in filter(None, [*(layout for _, _, layout in pending), *(answer.layout for answer in kept)]):
+            self.account.release(layout)
+            account.hold(layout)
         self.account = account
 
     def abandon(self) -> None:
@@ -280,9 +276,11 @@ class ReplyCache:
     def close(self) -> None:
         """Forget everything."""
         self.abandon()
-        for answer in self._kept.values():
-            self.account.remove(answer.cost, answer.layout)
+        for layout in filter(None, [answer.layout for answer in self._kept.values()]):
+            self.account.release(layout)
         self._kept.clear()
+        self.account.nbytes -= self._nbytes
+        self._nbytes = 0
 
     def admit(
         self,
@@ -314,10 +312,10 @@ class ReplyCache:
         if number in self._pending:
             self._pending[number] = (routing, *self._pending[number][1:])
             return Admission.PENDING
-        edges = self._received.edges  # nearly always there are none
+        edges = self._received.edges  # nearly always there are none, and no refused ones either
         if number < self._oldest or (edges and number in self._received):
             return Admission.STALE
-        if number in self._refused and not must_deliver:
+        if self._refused.edges and number in self._refused and not must_deliver:
             return Admission.FULL
         known = len(self._pending) + len(self._kept) + len(edges) // 2
         cost, travelling = nbytes + OVERHEAD, self._travelling + nbytes + len(layout)
@@ -331,8 +329,10 @@ class ReplyCache:
             return Admission.LATER
         self._pending[number] = (routing, cost, layout)
         self._nbytes += cost
+        self.account.nbytes += cost
         self._travelling = travelling
-        self.account.add(cost, layout)
+        if layout:
+            self.account.hold(layout)
         return Admission.NEW
 
     def settle(self, number: int, answer: Frame, *, lasting: bool = False) -> bytes:
@@ -342,7 +342,7 @@ class ReplyCache:
         """
         routing = self._answered(number)
         if number >= self._oldest:  # else the client gave the request up
-            self._keep(number, _kept(answer))
+            self._keep_answer(number, answer)
             if lasting:
                 self._lasting.add(number)
                 self.changes[number] = answer
@@ -382,27 +382,32 @@ class ReplyCache:
     def _forget(self, number: int) -> None:
         answer = self._kept.pop(number)
         self._nbytes -= answer.cost
+        self.account.nbytes -= answer.cost
         self._travelling -= answer.travelling
-        self.account.remove(answer.cost, answer.layout)
+        if answer.layout:
+            self.account.release(answer.layout)
         if number in self._lasting:
             self._lasting.remove(number)
             self.changes[number] = None
 
-    def _keep(self, number: int, answer: CachedReply) -> None:
-        self._kept[number] = answer
-        self._nbytes += answer.cost
-        self._travelling += answer.travelling
-        self.account.add(answer.cost, answer.layout)
+    def _keep_answer(self, number: int, answer: Frame) -> None:
+        own, layout = parts(answer)
+        self._keep(number, CachedReply(answer, own + OVERHEAD, layout, own + len(layout)))
+
+    def _keep(self, number: int, reply: CachedReply) -> None:
+        self._kept[number] = reply
+        self._nbytes += reply.cost
+        self.account.nbytes += reply.cost
+        self._travelling += reply.travelling
+        if reply.layout:
+            self.account.hold(reply.layout)
 
     def _answered(self, number: int) -> bytes:
         """Forget a pending request, and return the routing id that its answer goes to."""
         routing, cost, layout = self._pending.pop(number)
         self._nbytes -= cost
+        self.account.nbytes -= cost
         self._travelling -= cost - OVERHEAD + len(layout)
-        self.account.remove(cost, layout)
+        if layout:
+            self.account.release(layout)
         return routing
-
-
-def _kept(answer: Frame) -> CachedReply:
-    own, layout = parts(answer)
-    return CachedReply(answer, own + OVERHEAD, layout, own + len(layout))

@@ -161,6 +161,8 @@ class IncomingRequests:
         self._layouts = RecentLayouts()
         self._batches: list[list[framing.Part]] = [[]]  # of replies; the last one is not full
         self._unsent = 0  # bytes in the last batch
+        #: Whether a whole batch of replies has gathered.
+        self.full = False
         #: By user; an account stays as long as there is a reference to it.
         self._accounts: WeakValueDictionary[int, ReplyAccount] = WeakValueDictionary()
         self.turns = FairQueue(queue, loop)
@@ -181,13 +183,13 @@ class IncomingRequests:
         self.turns.drop(session.peer.uid, session)
         session.replies.close()
 
-    def decode(self, frames: Iterable[bytes]) -> Iterator[RequestReceived]:
+    def decode(self, requests: Iterable[tuple[bytes, bytes]]) -> Iterator[RequestReceived]:
         """Yield the requests of a batch that arrive for the first time and are cheap.
 
         An expensive request waits for its user's turn. A request that was answered before is answered again, and an
         invalid one is refused.
         """
-        for routing, frame in framing.pairs(frames):
+        for routing, frame in requests:
             try:
                 request = self._accept(routing, frame)
             # It would end the connection to the gateway, and again whenever the client repeats the request.
@@ -217,14 +219,9 @@ class IncomingRequests:
             routing = session.replies.tell(request, weight(reply))
         self._deliver(session, request, routing, reply)
 
-    @property
-    def full(self) -> bool:
-        """Whether a whole batch of replies has gathered."""
-        return len(self._batches) > 1
-
     def replies(self) -> Iterator[list[framing.Part]]:
         """Return the batches of replies that have gathered, and forget them."""
-        batches, self._batches, self._unsent = self._batches, [[]], 0
+        batches, self._batches, self._unsent, self.full = self._batches, [[]], 0, False
         return filter(None, batches)
 
     def _accept(self, routing: bytes, frame: bytes) -> RequestReceived | None:
@@ -232,7 +229,7 @@ class IncomingRequests:
         opened = self._opened(frame)
         if opened is None:
             return None
-        session, (data, beside) = opened
+        session, data, beside = opened
         try:
             envelope = wire.unpack(data, Envelope)
             body: Request | None = envelope.body
@@ -275,7 +272,7 @@ class IncomingRequests:
             self._deliver(session, envelope.id, routing, admission)
         return None
 
-    def _opened(self, frame: bytes) -> tuple[SessionConnection | None, tuple[bytes, bytes]] | None:
+    def _opened(self, frame: bytes) -> tuple[SessionConnection | None, bytes, bytes] | None:
         """Return the session that a frame names by number, and the frame's message and layout.
 
         The session is None if the message names it by a secret. The result is None if the session did not write the
@@ -283,12 +280,13 @@ class IncomingRequests:
         """
         session = self._sessions.get(frame[:NUMBER])
         if session is None:
-            return None if session_of(frame) else (None, (frame, b""))
+            return None if session_of(frame) else (None, frame, b"")
         opened = session.authentication.opened(frame)
         if opened is None:
             _suspect(session)
             return None
-        return session, opened
+        data, beside = opened
+        return session, data, beside
 
     def _bearer(self, secret: bytes) -> SessionConnection | None:
         """Return the session, of protocol version 1 to 3, that has a secret.
@@ -302,7 +300,7 @@ class IncomingRequests:
         opened = self._opened(frame)
         if opened is None:
             return
-        session, (data, _) = opened
+        session, data, _ = opened
         secret, request = head(data)
         session = session or self._bearer(secret)
         if session and request:
@@ -352,7 +350,7 @@ class IncomingRequests:
         self._unsent += nbytes
         if self._unsent > framing.FULL:
             self._batches.append([])
-            self._unsent = 0
+            self._unsent, self.full = 0, True
 
 
 def own_failure(error: Exception) -> Failed:

@@ -71,7 +71,7 @@ class World:
     def put(self, event: BatchReceived | TurnDue) -> None:
         """Take a batch or a turn, and send the replies."""
         batch = isinstance(event, BatchReceived)
-        for outcome in self.requests.decode(event.frames) if batch else self.requests.turns.step():
+        for outcome in self.requests.decode(event.requests) if batch else self.requests.turns.step():
             if isinstance(outcome, e.Respond):
                 self.requests.respond(self.guests[outcome.session], outcome.request, outcome.body)  # type: ignore[arg-type]
             else:
@@ -116,7 +116,7 @@ class World:
             number = rest[0] % 4
             self.tell(e.ConnectionLost(number) if what == LOST else e.ProcessExited(number))
         elif what == FRAME:
-            self.put(BatchReceived([rest[:1], rest]))
+            self.put(BatchReceived([(rest[:1], rest)]))
         while self.loop.soon:
             self.loop.soon.popleft()()
         for replies in self.requests.replies():
@@ -146,7 +146,7 @@ class World:
         versions = [(pool.name, number) for pool in tables.pools.values() for number in pool.versions]
         for number, (name, version) in enumerate(versions, 1):
             request = envelope(9, bytes(16), number, m.Retire(name, version))
-            self.put(BatchReceived([b"", request]))
+            self.put(BatchReceived([(b"", request)]))
         while self.submitted:
             self.device(self.submitted.popleft(), failed=False)
         assert not any((tables.pools, tables.tickets, tables.timers, self.timers)), "something is left"

@@ -219,7 +219,7 @@ class Stage:
     def ask(self, number: int) -> list[Answer]:
         self.sent.clear()
         envelope = Envelope(self.authentication.secret, number, 1, ListDevices())
-        self.queue.put(BatchReceived([b"id", self.authentication.request(envelope)]))
+        self.queue.put(BatchReceived([(b"id", self.authentication.request(envelope))]))
         return self.answers()
 
     def answers(self) -> list[Answer]:

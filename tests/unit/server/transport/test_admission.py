@@ -91,7 +91,7 @@ class Stage:
         """Return the answer to a request of a session's, which comes at once."""
         self.gateway.sent.clear()
         frame = wire.pack(Envelope(welcome.secret, number, 1, body or ListClients()))
-        self.queue.put(BatchReceived([b"id", frame]))
+        self.queue.put(BatchReceived([(b"id", frame)]))
         ((_, answer),) = self.gateway.sent
         return wire.unpack(answer, Answer)
 

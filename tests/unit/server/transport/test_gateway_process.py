@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ class Consumer:
 
     def step(self, event: Event) -> None:
         match event:
-            case BatchReceived(frames):
-                self._receive(iter(frames))
+            case BatchReceived(requests):
+                self._receive(chain.from_iterable(requests))
             case GatewayStarted():
                 self.restarts += 1
 

@@ -165,7 +165,7 @@ class Desk:
         if isinstance(event, BatchReceived) and not self.gateway.behind:
             self.requests.turns.resume()
         requests = self.requests
-        for outcome in requests.decode(event.frames) if isinstance(event, BatchReceived) else requests.turns.step():
+        for outcome in requests.decode(event.requests) if isinstance(event, BatchReceived) else requests.turns.step():
             if isinstance(outcome, Respond):
                 self.respond(outcome.request, outcome.body)
             else:
@@ -175,7 +175,7 @@ class Desk:
         self.flush()
 
     def receive(self, frames: Sequence[bytes]) -> None:
-        self.queue.put(BatchReceived(frames))
+        self.queue.put(BatchReceived(framing.pairs(frames)))
 
     def respond(self, number: int, body: Reply) -> None:
         self.requests.respond(self.session, number, body)
@@ -226,7 +226,7 @@ async def visitor(at: Desk, uid: int) -> AsyncIterator[SessionConnection]:
 def test_an_account_is_one_for_a_user_and_goes_with_the_last_session() -> None:
     async def test() -> None:
         async with desk() as at, visitor(at, 1) as first, visitor(at, 1) as second, visitor(at, 2) as other:
-            first.replies.account.add(7, b"")
+            first.replies.account.nbytes += 7
             assert second.replies.account is first.replies.account
             assert other.replies.account is not first.replies.account
             for each in (first, second):
