@@ -1,13 +1,14 @@
 """The ledger's interface: events in, effects out, as plain data.
 
 An event says what happened, never what to do about it. The broker executes the effects in order; their outcomes come
-back as events. Both are structs, since one of each is made for every request and structs are the cheapest to make.
+back as events. Both are structs, since one of each is made for every request and structs are the cheapest to make. What
+is asked of every request compares types by ``is`` and ``in``: ``isinstance`` takes four times as long if it is false.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from msgspec import Struct
 
@@ -190,6 +191,7 @@ class Effect(Struct, frozen=True):
     """What the broker is to do."""
 
 
+@final
 class Respond(Effect, frozen=True):
     """Answer a request."""
 

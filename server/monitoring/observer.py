@@ -41,7 +41,8 @@ Naming = (
     | messages.Lock
     | messages.Watch
 )  #: The requests that name their pool.
-OF_DRAFTS = (messages.Seal, messages.SealInPlace, messages.SetLayout)  #: The requests that name a draft, by its lease.
+OF_DRAFTS = frozenset((messages.Seal, messages.SealDigested, messages.SealInPlace, messages.SetLayout))
+"""The requests that name a draft, by its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,8 @@ class LedgerObserver:
         try:
             if type(event) is events.RequestReceived:
                 body = event.body
-                leased = self._ledger.leased_pool(event.session, body.lease) if isinstance(body, OF_DRAFTS) else ""
+                draft: int = body.lease if type(body) in OF_DRAFTS else 0  # type: ignore[union-attr]
+                leased = self._ledger.leased_pool(event.session, draft) if draft else ""
                 self._begun = PendingRequest(event, leased, time.monotonic())
             else:
                 self._before(event)

@@ -127,18 +127,8 @@ class CachedReply(Struct, frozen=True, gc=False):
     travelling: int
 
 
-def weight(answer: Frame) -> int:
-    """Return how many bytes an answer has as it travels, for a lease about how many."""
-    if isinstance(answer, bytes):
-        return len(answer)
-    own, layout = parts(answer)
-    return own + len(layout)
-
-
-def parts(answer: Frame) -> tuple[int, bytes]:
-    """Return about how many bytes an answer has without its layout, and the layout, empty if there is none."""
-    if isinstance(answer, bytes):
-        return len(answer), b""
+def parts(answer: Answer) -> tuple[int, bytes]:
+    """Return about how many bytes a lease has as it travels, without its layout; and the layout, which may be empty."""
     body = answer.body
     assert isinstance(body, LEASES)
     replicas = body.replicas
@@ -391,7 +381,7 @@ class ReplyCache:
             self.changes[number] = None
 
     def _keep_answer(self, number: int, answer: Frame) -> None:
-        own, layout = parts(answer)
+        own, layout = (len(answer), b"") if isinstance(answer, bytes) else parts(answer)
         self._keep(number, CachedReply(answer, own + OVERHEAD, layout, own + len(layout)))
 
     def _keep(self, number: int, reply: CachedReply) -> None:

@@ -42,10 +42,9 @@ from cubroker.server.transport.reply_cache import (
     MAX_BYTES,
     MAX_REQUESTS,
     Admission,
-    Frame,
     ReplyAccount,
     SharedLayout,
-    weight,
+    parts,
 )
 from cubroker.server.transport.session import SessionConnection
 from cubroker.server.transport.session_journal import LASTING, SessionLog
@@ -205,19 +204,21 @@ class IncomingRequests:
 
         A lease is encoded when it is sent. A reply that is longer than a client accepts is replaced by a refusal.
         """
-        answer = Answer(request, body)
-        reply: Frame = answer
-        if type(body) not in LEASES:
-            reply = session.authentication.reply(answer, self._layouts.digest)
-            if len(reply) > wire.MAX_MESSAGE:
-                reply = session.authentication.reply(Answer(request, TOO_LONG))
+        answer, replies = Answer(request, body), session.replies
         if self._log:
             self._log.asked(session)
+        if type(body) in LEASES:
+            routing = replies.settle(request, answer, lasting=self._log is not None)
+            return self._deliver(session, request, routing, answer)
+        reply = session.authentication.reply(answer, self._layouts.digest)
+        if (nbytes := len(reply)) > wire.MAX_MESSAGE:
+            reply = session.authentication.reply(Answer(request, TOO_LONG))
+            nbytes = len(reply)
         if type(body) in LASTING:
-            routing = session.replies.settle(request, reply, lasting=self._log is not None)
+            routing = replies.settle(request, reply, lasting=self._log is not None)
         else:
-            routing = session.replies.tell(request, weight(reply))
-        self._deliver(session, request, routing, reply)
+            routing = replies.tell(request, nbytes)
+        return self._put(routing, reply, nbytes)
 
     def replies(self) -> Iterator[list[framing.Part]]:
         """Return the batches of replies that have gathered, and forget them."""
@@ -248,27 +249,29 @@ class IncomingRequests:
             return None
         if self._log:
             self._log.asked(session)
-        layout = body.layout if isinstance(body, LAID_OUT) else b""
+        kind = type(body)
+        layout: bytes = body.layout if kind in LAID_OUT else b""  # type: ignore[union-attr]
+        about = body.request if type(body) is Cancel else 0
         admission = session.replies.admit(
             envelope.id,
             envelope.oldest,
             routing,
             len(frame) - len(layout),
             envelope.received,
-            must_deliver=type(body) in LAST_WORDS,
-            about=body.request if type(body) is Cancel else 0,
+            must_deliver=kind in LAST_WORDS,
+            about=about,
             layout=layout,
         )
         if admission is Admission.NEW:
-            uid = session.peer.uid
             # A cancel must not overtake the request that it is meant for.
-            if type(body) in EXPENSIVE or (type(body) is Cancel and self.turns.has(uid, session, body.request)):
-                self.turns.put(uid, session, envelope.id, self._work(session, envelope.id, body))
-            else:
+            if kind not in EXPENSIVE and not (about and self.turns.has(session.peer.uid, session, about)):
                 return RequestReceived(session.number, envelope.id, body)
+            self.turns.put(session.peer.uid, session, envelope.id, self._work(session, envelope.id, body))
         elif admission is Admission.FULL:
             self._refuse(session, envelope.id, routing, FULL)
-        elif not isinstance(admission, Admission):
+        elif isinstance(admission, bytes):
+            self._put(routing, admission, len(admission))
+        elif isinstance(admission, Answer):
             self._deliver(session, envelope.id, routing, admission)
         return None
 
@@ -329,11 +332,10 @@ class IncomingRequests:
             return Respond(session.number, request, FULL)
         return RequestReceived(session.number, request, body, outline)
 
-    def _deliver(self, session: SessionConnection, request: int, routing: bytes, reply: Frame) -> None:
-        """Send a reply now; but a large lease in its user's turn, since it costs next to nothing while it waits."""
-        if isinstance(reply, bytes):
-            self._put(routing, reply, len(reply))
-        elif (nbytes := weight(reply)) > LARGE:
+    def _deliver(self, session: SessionConnection, request: int, routing: bytes, reply: Answer) -> None:
+        """Send a lease now; but a large one in its user's turn, since it costs next to nothing while it waits."""
+        own, layout = parts(reply)
+        if (nbytes := own + len(layout)) > LARGE:
             self.turns.put(session.peer.uid, session, request, self._delivery(session, routing, reply, nbytes))
         else:
             self._put(routing, session.authentication.reply(reply, self._layouts.digest), nbytes)
