@@ -155,13 +155,18 @@ class FdReceiver:
 
     def settled(self, request: Request, reply: Reply) -> None:
         """Note that an answer was handled; if that called no :meth:`expect`, close the lease's descriptors."""
-        if isinstance(reply, Attached | Created):
+        if type(reply) is Attached or type(reply) is Created:
             if reply.lease != self._claimed and due(reply):
                 self._over.add(reply.lease)
                 if early := self._leases.pop(reply.lease, None):
                     self.close(early.descriptors)
                 self._deliver(reply.lease)
-        elif isinstance(request, Close | Seal) and isinstance(reply, Done | Sealed) and request.lease in self._over:
+        elif (
+            self._over
+            and isinstance(request, Close | Seal)
+            and isinstance(reply, Done | Sealed)
+            and request.lease in self._over
+        ):
             self._ended.append(request.lease)
 
     def drained(self) -> None:

@@ -131,7 +131,7 @@ class Future(Generic[T]):
         if isinstance(outcome, CubrokerError):
             self.fail(outcome)
         else:
-            self.set(outcome)
+            self.take([outcome])
 
     def abandon(self) -> None:
         """Drop the value, now or when it comes. A traceback may keep this object alive for long."""
@@ -378,7 +378,7 @@ class Requests(NotPicklable):
             return None
         if next(iter(self._pending), answer.id) < answer.id:
             self._received.append(answer.id)
-        pending.end(from_code(body.code, body.message) if isinstance(body, Failed) else body)
+        pending.end(from_code(body.code, body.message) if type(body) is Failed else body)
         return pending.body
 
     def resend_all(self) -> None:
