@@ -6,7 +6,7 @@ import time
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from math import inf
 
@@ -111,7 +111,8 @@ class BrokerCounters(EventCounter):
         histogram = partial(Histogram, registry=self.registry)
         counter = partial(Counter, registry=self.registry)
         words = "Time from a request's arrival at the ledger to its answer, waiting included."
-        self._seconds = histogram("cubroker_request_seconds", words, ["request"], buckets=BUCKETS)
+        seconds = histogram("cubroker_request_seconds", words, ["request"], buckets=BUCKETS)
+        self._seconds = cache(seconds.labels)  # which would look for the histogram under a lock, for each request
         self._refusals = counter("cubroker_refusals", "Requests that the ledger refused.", ["request", "code"])
         self._turned_away = counter(
             "cubroker_sessions_refused", "Sessions that were refused after a proper greeting.", ["code"]
@@ -122,7 +123,7 @@ class BrokerCounters(EventCounter):
 
     def request_answered(self, request: str, seconds: float, code: str = "") -> None:
         """Count an answered request of a kind; ``code`` says why it was rejected, if it was."""
-        self._seconds.labels(request).observe(seconds)
+        self._seconds(request).observe(seconds)
         if code:
             self._refusals.labels(request, _known(code)).inc()
 

@@ -146,10 +146,10 @@ class Journal:
 
     def _append(self, at: int, changes: Iterable[Change]) -> int:
         """Write a frame that does not count yet; return where it ends."""
-        entries = b"".join(
-            _ENTRY.pack(len(key), DELETED if value is None else len(value)) + key + (value or b"")
-            for key, value in changes
-        )
+        parts = list[bytes]()
+        for key, value in changes:
+            parts += _ENTRY.pack(len(key), DELETED if value is None else len(value)), key, value or b""
+        entries = b"".join(parts)
         size = _FRAME.pack(len(entries))
         _write(self.descriptor, at, size + _checksum(entries, size) + entries)
         return at + HEAD + len(entries)
