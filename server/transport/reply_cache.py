@@ -383,14 +383,15 @@ class ReplyCache:
     def _keep_answer(self, number: int, answer: Frame) -> None:
         own, layout = (len(answer), b"") if isinstance(answer, bytes) else parts(answer)
         self._keep(number, CachedReply(answer, own + OVERHEAD, layout, own + len(layout)))
+        if layout:
+            self.account.hold(layout)
 
     def _keep(self, number: int, reply: CachedReply) -> None:
+        """Keep a reply, and count it without its layout."""
         self._kept[number] = reply
         self._nbytes += reply.cost
         self.account.nbytes += reply.cost
         self._travelling += reply.travelling
-        if reply.layout:
-            self.account.hold(reply.layout)
 
     def _answered(self, number: int) -> bytes:
         """Forget a pending request, and return the routing id that its answer goes to."""
