@@ -312,7 +312,7 @@ class _Check:
         """Return the bytes of a tensor, which lies whole and aligned in its allocation."""
         name, offset = tensor.name, tensor.offset
         if not 0 < len(name) <= MAX_NAME:
-            raise Invalid(f"a tensor name of {len(name)} characters; it must have 1 to {MAX_NAME}")
+            raise Invalid(f"a tensor name of {len(name)} characters, {name[:60]!r}; it must have 1 to {MAX_NAME}")
         size = tensor.nbytes
         if not 0 <= tensor.allocation < len(self._allocations):
             raise Invalid(f"tensor {name!r} lies in allocation {tensor.allocation} of {len(self._allocations)}")

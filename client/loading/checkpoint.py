@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,9 @@ from cubroker.protocol import CubrokerError
 from cubroker.protocol.errors import Denied, Invalid, NotFound, reason, remedy
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+SHARD = re.compile(rf"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+){re.escape(SUFFIX)}")
+"""The name of a shard, as transformers and others give it; they count from 1."""
 
 RENAME = "write checkpoints beside the old one and rename them into place"
 
@@ -111,10 +115,12 @@ class Checkpoint:
 
         Args:
             paths: one path or several: a safetensors file, the ``*.json`` index of a sharded checkpoint, or a folder,
-                which stands for its ``model.safetensors.index.json`` if it has one, else for all its ``*.safetensors``.
+                which stands for its ``model.safetensors.index.json`` if it has one, else for all its ``*.safetensors``
+                that are not hidden.
 
         Raises:
-            NotFound: a file, a shard or a tensor that the index names does not exist.
+            NotFound: a file, or a shard or a tensor that the index names, does not exist; or a folder without an index
+                lacks a shard that the names of its other shards tell of.
             Denied: a file may not be read.
             Invalid: a file breaks the format, a name appears twice, or there is no tensor at all.
         """
@@ -217,7 +223,10 @@ def _take(file: FileIO, path: Path, count: int, size: int) -> bytes:
 
 
 def expand(path: Path) -> list[Path]:
-    """Return the files of a path: of a file itself; of a folder its index alone, or else all its safetensors files."""
+    """Return the files of a path: of a file itself; of a folder its index alone, or else all its safetensors files.
+
+    Hidden files of a folder are left out: other systems leave ``._model.safetensors``, which holds no tensors.
+    """
     try:
         inside = sorted(path.iterdir())
     except (NotADirectoryError, FileNotFoundError):
@@ -227,10 +236,26 @@ def expand(path: Path) -> list[Path]:
     except ValueError as error:  # a zero byte, or half a surrogate pair
         raise Invalid(f"{str(path)!r} cannot name a file ({error}); check the path") from None
     found = [entry for entry in inside if entry.name == INDEX]
-    found = found or [entry for entry in inside if entry.suffix == SUFFIX]
+    if not found:
+        found = [entry for entry in inside if entry.suffix == SUFFIX and not entry.name.startswith(".")]
+        _check_shards(path, found)
     if not found:
         raise NotFound(f"cannot read {path}: the folder has neither {INDEX} nor any *.safetensors file")
     return found
+
+
+def _check_shards(folder: Path, files: Iterable[Path]) -> None:
+    """Raise ``NotFound`` if the names of a folder's shards say that there are more of them."""
+    present: dict[tuple[str, str], set[int]] = {}
+    for name in filter(None, (SHARD.fullmatch(file.name) for file in files)):
+        present.setdefault((name["stem"], name["count"]), set()).add(int(name["number"]))
+    for (stem, count), numbers in present.items():
+        if len(numbers) < int(count):
+            missing = next(number for number in range(1, int(count) + 1) if number not in numbers)
+            raise NotFound(
+                f"cannot read {folder}: it has {len(numbers)} of {int(count)} shards, and not"
+                f" {stem}-{missing:0{len(count)}}-of-{count}{SUFFIX}; fetch it again"
+            )
 
 
 def read_index(path: Path) -> dict[str, Path]:

@@ -160,6 +160,25 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
+def test_a_folder_without_an_index_has_all_shards_that_their_names_tell_of(tmp_path: Path) -> None:
+    for number in (1, 3):
+        tensors = checkpoints.filled([(f"t{number}", "U8", (number,))], number)
+        checkpoints.write(tmp_path / f"model-{number:05}-of-00003.safetensors", tensors)
+    checkpoints.write(tmp_path / "adapter.safetensors", checkpoints.filled([("adapter", "U8", (4,))]))
+    with pytest.raises(NotFound, match=rf"{tmp_path}: it has 2 of 3 shards, and not model-00002-of-00003.safetensors"):
+        Checkpoint.open(tmp_path)
+    checkpoints.write(tmp_path / "model-00002-of-00003.safetensors", checkpoints.filled([("t2", "U8", (2,))]))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert [entry.name for entry in checkpoint.entries] == ["adapter", "t1", "t2", "t3"]
+
+
+def test_hidden_files_of_a_folder_are_no_part_of_the_checkpoint(tmp_path: Path) -> None:
+    checkpoints.write(tmp_path / "model.safetensors", SMALL)
+    (tmp_path / "._model.safetensors").write_bytes(b"Mac OS X        ")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert [entry.name for entry in checkpoint.entries] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("weight_map", "error", "says"),
     [
