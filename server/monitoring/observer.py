@@ -233,29 +233,31 @@ class LedgerObserver:
     # Most events are requests, and most effects their replies: they come first. `match` would cost more.
     def _after(self, event: events.LedgerEvent, effects: Collection[events.Effect]) -> None:
         begun, self._begun = self._begun, None
-        if type(event) is events.RequestReceived:
-            if type(event.body) is messages.Drain:
-                self._drains(event, event.body, effects)
-        elif isinstance(event, events.SessionOpened):
-            self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
-        elif isinstance(event, events.ProcessScanFinished | events.Reconfigured):
-            self._measured()
-        elif isinstance(event, events.Freed | events.MulticastUnbound):
-            self._releases.done(event)
-        for effect in effects:
-            if type(effect) is events.Respond:
-                if begun is None or begun.event.request != effect.request or begun.event.session != effect.session:
-                    request = self._waiting.get(effect.session, {}).pop(effect.request, None)
-                else:
-                    request, begun = begun, None
-                if request is not None:  # otherwise an earlier broker received it
-                    self._answered(effect, request)
-            elif isinstance(effect, events.Free | events.BindMulticast | events.UnbindMulticast):
-                self._releases.begun(effect, time.monotonic())
-            elif isinstance(effect, events.ForgetSession):
-                self._waiting.pop(effect.session, None)
-        if begun:
-            self._waiting[begun.event.session][begun.event.request] = begun
+        try:
+            if type(event) is events.RequestReceived:
+                if type(event.body) is messages.Drain:
+                    self._drains(event, event.body, effects)
+            elif isinstance(event, events.SessionOpened):
+                self._log(logging.DEBUG, self._ledger.holder(event.session), "joined")
+            elif isinstance(event, events.ProcessScanFinished | events.Reconfigured):
+                self._measured()
+            elif isinstance(event, events.Freed | events.MulticastUnbound):
+                self._releases.done(event)
+            for effect in effects:
+                if type(effect) is events.Respond:
+                    if begun is None or begun.event.request != effect.request or begun.event.session != effect.session:
+                        request = self._waiting.get(effect.session, {}).pop(effect.request, None)
+                    else:
+                        request, begun = begun, None
+                    if request is not None:  # otherwise an earlier broker received it
+                        self._answered(effect, request)
+                elif isinstance(effect, events.Free | events.BindMulticast | events.UnbindMulticast):
+                    self._releases.begun(effect, time.monotonic())
+                elif isinstance(effect, events.ForgetSession):
+                    self._waiting.pop(effect.session, None)
+        finally:  # a failure at another request's reply must not lose this request, whose reply is still to come
+            if begun:
+                self._waiting[begun.event.session][begun.event.request] = begun
 
     def _drains(self, event: events.RequestReceived, body: messages.Drain, effects: Collection[events.Effect]) -> None:
         if events.Respond(event.session, event.request, messages.Done()) in effects:

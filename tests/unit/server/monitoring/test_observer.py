@@ -180,6 +180,24 @@ def test_a_mistake_in_looking_is_logged_and_harms_nobody(scene: Scene, caplog: p
     assert caplog.messages == ["the broker failed at counting and logging an event"] * 2
 
 
+def test_a_failure_at_one_reply_does_not_lose_the_request_that_led_to_it(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, later = attaches(1, 1, "llama", wait=5.0), attaches(2, 1, "llama", wait=5.0)
+
+    def fail(request: str, seconds: float, code: str = "") -> None:
+        raise MemoryError
+
+    scene.tell(earlier)
+    scene.observer.before(later)
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.counters, "request_answered", fail)
+        scene.observer.after(later, [e.Respond(1, 1, m.Done())])
+    assert caplog.messages == ["the broker failed at counting and logging an event"]
+    scene.observer.after(e.TimerExpired(1), [e.Respond(2, 1, m.Done())])
+    assert scene.counted("cubroker_request_seconds_count", request="Attach") == 1
+
+
 def test_who_has_too_much_beyond_leases_is_one_line_and_so_is_who_has_no_longer(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
