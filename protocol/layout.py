@@ -396,9 +396,9 @@ def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, 
     return known, (*shape[:-1], shape[-1] * together) if shape and together != 1 else shape
 
 
-def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     try:
-        return _size_within_limits(dtype, shape)
+        return _size_within_limits(dtype, tuple(shape))  # callers may make a spec with a list
     except Invalid as error:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
 

@@ -114,6 +114,12 @@ def test_shapes_may_come_as_other_integers() -> None:
     assert Layout.decode(packed.encode()) == packed
 
 
+def test_the_shape_of_a_spec_may_be_a_list() -> None:
+    made = TensorSpec("x", "F32", [2, 3], 0, 0)  # type: ignore[arg-type]
+    assert made.nbytes == 24
+    assert Layout.decode(Layout((made,), (256,)).encode()).tensors == (TensorSpec("x", "F32", (2, 3), 0, 0),)
+
+
 def spec(name: str = "x", dtype: str = "U8", shape: tuple[int, ...] = (8,), at: tuple[int, int] = (0, 0)) -> TensorSpec:
     return TensorSpec(name, dtype, shape, *at)
 
