@@ -23,11 +23,10 @@ from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
 from cubroker.client.session import ClientSession, Resource
-from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
+from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect, seconds
 from cubroker.driver import Context, Device, DriverError, Event, Stream
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable
-from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.layout import MAX_EXTENT
 from cubroker.protocol.messages import (
     AwaitEvent,
@@ -274,15 +273,13 @@ class SharedEvent(NotPicklable, Closeable):
         """
         self._owner.check()
         since = self._seen if after is None else after
-        if not 0 <= since <= MAX_EXTENT or not 0 <= timeout <= MAX_WAIT:
-            raise Invalid(
-                f"cannot wait {timeout} seconds for a generation after {since}: a wait can be 0 to {MAX_WAIT:g}"
-                f" seconds, a generation 0 to {MAX_EXTENT}"
-            )
+        if not 0 <= since <= MAX_EXTENT:
+            raise Invalid(f"cannot wait for a generation after {since}: generations are 0 to {MAX_EXTENT}")
+        timeout = seconds(timeout, "timeout")
         if self.closed:
             raise self._closed()
         deadline = time.monotonic() + timeout
-        body = AwaitEvent(self.pool.lease, self._number, since, float(timeout))
+        body = AwaitEvent(self.pool.lease, self._number, since, timeout)
         generation = (yield from self._waits.ask(body, Generation)).generation
         if stream is None:
             yield from self._finish(generation, deadline)

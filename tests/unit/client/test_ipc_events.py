@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,9 +283,13 @@ def test_names_are_unique_and_free_again(client: Broker, pool: Pool) -> None:
 
 def test_numbers_that_make_no_sense_are_refused(pool: Pool) -> None:
     with pool.event("ready") as event:
-        for wrong in ({"after": -1}, {"after": 1 << 60}, {"timeout": -1.0}, {"timeout": float("nan")}):
-            with pytest.raises(Invalid, match="a wait can be 0 to"):
-                event.wait(**wrong)
+        for generation in (-1, 1 << 60):
+            with pytest.raises(Invalid, match=f"a generation after {generation}: generations are 0 to"):
+                event.wait(after=generation)
+        limits: tuple[Any, ...] = (-1.0, float("nan"), None, "3")
+        for limit in limits:
+            with pytest.raises(Invalid, match=f"a timeout of {limit!r} seconds; it can be 0 to 604800"):
+                event.wait(timeout=limit)
         with pytest.raises(DeviceFailure, match="recording event 'ready'"):
             event.record(12345)
         assert event.record() == 1, "what failed was not told"
