@@ -21,12 +21,16 @@ from cubroker.protocol.messages import (
     Attached,
     Close,
     Create,
+    Digests,
     Done,
     Envelope,
     Failed,
     GatewayChanged,
     Greeting,
     ListDevices,
+    Request,
+    Seal,
+    SealDigested,
     Welcome,
 )
 from cubroker.protocol.wire import authentication
@@ -142,6 +146,10 @@ class Mistaken(Idle):
     def holder(self, session: int) -> None:
         """It has no records."""
 
+    def leased_pool(self, session: int, lease: int) -> str:
+        """It has no leases."""
+        return ""
+
     def recover(self) -> list[Effect]:
         """Nothing came of what failed."""
         return []
@@ -246,6 +254,38 @@ def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(ca
         run(test())
     assert caplog.text.count("the broker failed at Notify") == 2
     assert caplog.text.count("the broker failed at Respond") == 2
+
+
+class Checks:
+    """Counts how often a check of what processes have mapped is to be made soon."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+
+    def soon(self) -> None:
+        self.wanted += 1
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(
+    ("body", "ends"),
+    [(Close(1), True), (Seal(1), True), (SealDigested(1, Digests("x", ())), True), (ListDevices(), False)],
+)
+def test_processes_are_checked_soon_after_a_request_that_may_end_a_lease(
+    monkeypatch: pytest.MonkeyPatch, body: Request, ends: bool
+) -> None:
+    async def test() -> None:
+        stage, checks = Stage(), Checks()
+        monkeypatch.setattr(Mistaken, "handle", lambda *_: [])
+        monkeypatch.setattr(stage.broker, "_checks", checks)
+        stage.queue.put(RequestReceived(1, 1, body))
+        assert checks.wanted == ends
+        stage.broker.close("the end")
+        stage.client.close()
+
+    run(test())
 
 
 class Scarce(dict[int, dict[int, int]]):

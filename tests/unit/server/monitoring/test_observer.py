@@ -60,6 +60,16 @@ def test_publications_and_ends_are_lines_that_say_who_and_why(scene: Scene, capl
     assert fields == {"session": 1, "pid": 101, "uid": ALICE, "request": 2, "pool": "llama", "version": 1}
 
 
+@pytest.mark.parametrize(
+    "seal", [m.Seal(1), m.SealDigested(1, m.Digests("cubroker-128-1", ((bytes(16),),))), m.SealInPlace(1)]
+)
+def test_each_kind_of_seal_says_what_it_published(
+    scene: Scene, caplog: pytest.LogCaptureFixture, seal: m.Seal | m.SealInPlace
+) -> None:
+    scene.tell(creates(1, 1, "llama", MIB), e.Allocated(1, (b"handle",)), asks(1, 2, seal))
+    assert caplog.messages[-1] == "session 1 (pid 101, uid 1001): published llama@1"
+
+
 def test_a_refusal_says_what_was_asked_and_why_not(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.tell(attaches(2, 1, "llama"))
     (message,) = caplog.messages
