@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import index
 from typing import NamedTuple
 
 from cubroker.protocol.errors import Invalid
@@ -119,7 +120,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
         raise Invalid(f"unknown dtype {dtype!r}; known are {', '.join(BITS)}")
     if shape and min(shape) < 0:
         raise Invalid(f"shape {shape} has a negative dimension")
-    total = bits * math.prod(shape)
+    total = bits * math.prod(map(index, shape))  # a numpy integer would stay in the cache for equal shapes of ints
     if total % 8:
         raise Invalid(
             f"a {dtype} tensor of shape {shape} takes {total} bits, which is no whole number of bytes;"

@@ -43,6 +43,12 @@ def test_a_tensor_without_dimensions_has_one_element() -> None:
     assert [dtypes.nbytes(dtype, ()) for dtype in ("U8", "BF16", "F32", "C64")] == [1, 2, 4, 8]
 
 
+def test_a_size_is_a_plain_int_whatever_integers_a_shape_had_that_was_asked_for_before() -> None:
+    assert type(dtypes.nbytes("F32", (np.int64(31), np.int64(7)))) is int
+    assert type(dtypes.nbytes("F32", (31, 7))) is int
+    assert dtypes.nbytes("U8", (np.int32(1 << 20), np.int32(1 << 20))) == 1 << 40
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "message"),
     [
