@@ -110,7 +110,7 @@ class ReplyAccount:
             self.nbytes -= len(layout)
 
     def shared(self, layout: bytes) -> SharedLayout:
-        """Return the one copy of a layout that was added; an empty one is not shared."""
+        """Return the one copy of a layout that has a holder; one that has none, or is empty, is not shared."""
         return self._layouts.get(layout) or SharedLayout(layout)
 
 
@@ -266,8 +266,9 @@ class ReplyCache:
     def close(self) -> None:
         """Forget everything."""
         self.abandon()
-        for layout in filter(None, [answer.layout for answer in self._kept.values()]):
-            self.account.release(layout)
+        for answer in self._kept.values():
+            if answer.layout:
+                self.account.release(answer.layout)
         self._kept.clear()
         self.account.nbytes -= self._nbytes
         self._nbytes = 0
