@@ -131,7 +131,7 @@ class Future(Generic[T]):
         if isinstance(outcome, CubrokerError):
             self.fail(outcome)
         else:
-            self.take([outcome])
+            self.set(outcome)
 
     def abandon(self) -> None:
         """Drop the value, now or when it comes. A traceback may keep this object alive for long."""
