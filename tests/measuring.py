@@ -49,7 +49,9 @@ def unmeasured() -> Iterator[None]:
         yield
     finally:
         if measured:
+            end = os._exit
             measured.start()
+            os._exit = end  # coverage has wrapped it once more; after hundreds of times no forked child could end by it
 
 
 @contextmanager

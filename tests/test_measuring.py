@@ -8,6 +8,7 @@ import coverage
 import pytest
 from coverage.collector import Collector
 
+from tests.measuring import unmeasured
 from tests.unit.driver.mapping_commands import in_child
 
 FORKS = 3  # each child writes down all that this process has measured, which takes seconds
@@ -41,6 +42,13 @@ def test_what_runs_in_a_child_before_that_lock_is_released_there_can_be_measured
     with lock:
         assert lock.acquire(blocking=False)
         lock.release()
+
+
+def test_measuring_again_does_not_wrap_the_end_of_a_process_once_more(collector: Collector) -> None:
+    end = os._exit
+    with unmeasured():
+        pass
+    assert os._exit is end, "each wrapper saves all data, and calls the one before it"
 
 
 def hold_again_and_again(collector: Collector, ended: Callable[[], bool]) -> None:
