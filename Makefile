@@ -60,6 +60,7 @@ unit: $(VENV)/test
 	CUBROKER_TEST_SLOW_PART=12 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal --maxfail $(RETRIED) || { [ $$? = 1 ] && $(RETRY); }
 	@find . -maxdepth 1 -name '.coverage.*' -empty -delete  # of processes that tests killed before they wrote anything
 	$(BIN)/coverage combine --quiet
+	@rm -f .coverage.*  # of those that they killed while they wrote, which cannot be read
 	$(BIN)/coverage report --fail-under=95
 	@echo 'protocol and ledger: every branch'
 	$(BIN)/coverage report --include='protocol/*,server/ledger/*,server/transport/reply_cache.py' --fail-under=100
