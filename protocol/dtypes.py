@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import index
 from typing import NamedTuple
 
@@ -110,20 +109,15 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     Raises:
         Invalid: the dtype is unknown, a dimension is negative, or a packed tensor ends inside a byte.
     """
-    return _nbytes(dtype, tuple(shape))
-
-
-@lru_cache(maxsize=1024)  # the layers of a model have tensors of the same shapes, and each is asked for several times
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     bits = BITS.get(dtype)
     if bits is None:
         raise Invalid(f"unknown dtype {dtype!r}; known are {', '.join(BITS)}")
     if shape and min(shape) < 0:
-        raise Invalid(f"shape {shape} has a negative dimension")
-    total = bits * math.prod(map(index, shape))  # a numpy integer would stay in the cache for equal shapes of ints
+        raise Invalid(f"shape {tuple(shape)} has a negative dimension")
+    total = bits * math.prod(map(index, shape))  # numpy's integers may overflow, and cannot be sent
     if total % 8:
         raise Invalid(
-            f"a {dtype} tensor of shape {shape} takes {total} bits, which is no whole number of bytes;"
+            f"a {dtype} tensor of shape {tuple(shape)} takes {total} bits, which is no whole number of bytes;"
             f" pad its last dimension"
         )
     return total // 8

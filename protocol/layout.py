@@ -403,7 +403,7 @@ def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
 
 
-@lru_cache(maxsize=1024)  # the layers of a model have tensors of the same shapes
+@lru_cache(maxsize=1024)  # the layers of a model have tensors of the same shapes, and each is asked for several times
 def _size_within_limits(dtype: str, shape: tuple[int, ...]) -> int:
     if len(shape) > MAX_RANK or (shape and max(shape) > MAX_EXTENT):
         raise Invalid(
