@@ -111,7 +111,8 @@ docs: $(VENV)/docs
 	$(BIN)/zensical build --clean --strict
 
 # What requirements/ fixes, by version and hash: image.txt what the image runs, build.txt what builds the wheel,
-# test.txt what the tests need, but for torch, docs.txt what the site needs, in the same versions. uv asks its default index, so that the hashes are those that every machine finds.
+# test.txt what the tests need, but for torch, docs.txt what the site needs, in the same versions. uv asks its default
+# index, so that the hashes are those that every machine finds.
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes \
 	--custom-compile-command 'make lock'
 
@@ -152,7 +153,8 @@ $(VENV)/demo: $(VENV)/python $(SOURCES)
 	@rm -rf build *.egg-info
 	@touch $@
 
-# torch, and what only torch needs, is held to no hash: its wheels for CPUs and for each CUDA have indexes of their own.
+# torch is held to a version and to no hash, since its wheels for CPUs and for each CUDA have indexes of their own; what
+# only torch needs is held to neither.
 $(VENV)/test: $(VENV)/locked $(SOURCES)
 	rm -rf build
 	$(BIN)/pip install --quiet --upgrade --no-build-isolation '.[test]'
