@@ -76,8 +76,9 @@ class RequestDecoder(framing.BatchDecoder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pieces: list[bytes] = []  # of the request that is being received in pieces
-        self._gathered = 0  # bytes of these pieces
+        # The pieces so far of a request that is received in pieces. They are not kept apart until the last one: smaller
+        # blocks that live longer would come to lie between them, so that the heap could not shrink afterwards.
+        self._gathered = bytearray()
         self._digest: Digest | None = None  # of the layout in it
         self._start = 0  # where the layout begins
 
@@ -94,19 +95,17 @@ class RequestDecoder(framing.BatchDecoder):
         if len(batch) != 3:
             return batch
         routing, piece, which = batch
-        if not self._pieces:
+        if not self._gathered:
             self._start = layout_start(piece) if session_of(piece) else 0
             self._digest = Digest() if self._start else None
         if self._digest:  # by pieces: hashing 12 MiB at a time would block the broker's loop for 20 milliseconds
-            self._digest.add(memoryview(piece)[max(0, self._start - self._gathered) :])
-        self._pieces.append(piece)
-        self._gathered += len(piece)
-        if self._gathered > framing.MAX_FRAME:
-            raise ValueError(f"pieces of {self._gathered} bytes in all; a request has {framing.MAX_FRAME} at most")
+            self._digest.add(memoryview(piece)[max(0, self._start - len(self._gathered)) :])
+        self._gathered += piece
+        if len(self._gathered) > framing.MAX_FRAME:
+            raise ValueError(f"pieces of {len(self._gathered)} bytes in all; a request has {framing.MAX_FRAME} at most")
         if which != framing.LAST:
             return None
-        pieces, self._pieces, self._gathered = self._pieces, [], 0
-        whole = Gathered(b"".join(pieces))
+        whole, self._gathered = Gathered(self._gathered), bytearray()
         if self._digest:
             whole.digest = self._digest.done()
         return [routing, whole]
