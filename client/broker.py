@@ -670,6 +670,7 @@ class Broker(Reconnecting):
         with ExitStack() as undo:
             pool, info, homes = self._base(name, base, sources, undo)
             laid_out, changed = sources.update(pool, homes, info.devices)
+            undo.callback(changed.drop)
             layout, kept = laid_out.layout, laid_out.kept
             plan = tuple(map(info.devices.index, map(str, laid_out.groups))) if homes else None
             digests = sealed(repr(pool), pool.digest_ranges(), self.digests(name, pool.version)) if digest else {}
@@ -695,10 +696,13 @@ class Broker(Reconnecting):
                 return base, info, homes
             device = sources.device(info.devices) if len(info.devices) > 1 and not homes else None
             try:
-                return undo.enter_context(self.attach(name, version=info.version, device=device)), info, homes
+                pool = undo.enter_context(self.attach(name, version=info.version, device=device))
             except Retired:
                 if version is not None:
                     raise  # else another version has become the current one: attach to that
+            else:
+                undo.callback(pool._memory().end)  # even if the traceback of an error refers to tensors of it
+                return pool, info, homes
 
     def _attached(
         self,

@@ -156,6 +156,10 @@ class Sources:
             else:
                 self._rest.append((name, spec, nbytes))
 
+    def drop(self) -> None:
+        """Refer to no array any more: the traceback of an error may keep this object, and so the lease of a base."""
+        self._arrays, self._ready, self._rest = {}, {}, []
+
     def fill(self, draft: Draft) -> None:
         """Copy the arrays to their places in a draft, on all its devices; every copy is done when this returns.
 

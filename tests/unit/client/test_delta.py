@@ -16,7 +16,7 @@ from cubroker.client import Broker, delta
 from cubroker.client import publish as publishing
 from cubroker.driver import DriverError
 from cubroker.protocol import Layout, messages
-from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Retired, Unsupported
+from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, Retired, Unsupported
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.unit.client.conftest import leases, session_of
 from tests.unit.client.scripts import start
@@ -298,6 +298,37 @@ def test_if_the_comparison_fails_nothing_is_left(client: Broker, name: str, monk
     with pytest.raises(DeviceFailure, match="comparing"):
         client.publish(name, {"a": filled(1)}, base=1)
     assert held(client, name) == {1: (8 * MIB, 0)}
+    assert not leases(client, name)
+
+
+@pytest.mark.parametrize("by_pool", [False, True])
+def test_an_error_that_is_kept_keeps_no_lease_on_the_base(
+    client: Broker, lender: BrokerProcess, name: str, *, by_pool: bool
+) -> None:
+    """Tensors that share an allocation with much that has changed are copied from the base, and belong to it."""
+    client.publish(name, model(), share="vmm")
+    with (
+        Broker(lender.directory) as other,
+        client.attach(name) as pool,
+        other.create(name, pool.layout),
+        pytest.raises(Exists) as error,
+    ):
+        client.publish(name, model(a=1, b=1, c=1, d=1, e=1), base=pool if by_pool else 1)
+    assert error.traceback
+    assert not leases(client, name)
+
+
+def test_if_copying_fails_an_error_that_is_kept_keeps_no_lease_on_the_base(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DriverError("cuMemcpyDtoDAsync", 719, "CUDA_ERROR_LAUNCH_FAILED")
+
+    client.publish(name, model(), share="vmm")
+    monkeypatch.setattr(publishing, "_start", refuse)
+    with pytest.raises(DeviceFailure, match="copying") as error:
+        client.publish(name, model(a=1, b=1, c=1, d=1, e=1), base=1)
+    assert error.traceback
     assert not leases(client, name)
 
 
