@@ -298,7 +298,8 @@ class Broker(Reconnecting):
         Raises:
             Unsupported: the base is ``multicast`` or writable by its readers, or the broker is too old to share memory.
             Invalid: there are no tensors; an array, which the text names, cannot be read here (sparse, quantized, on
-                the meta device, of a type that pools lack); or as :meth:`create`.
+                the meta device, of a type that pools lack); the pool that is the base falls asleep or is switched
+                during the call; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
         fields.check_pool_name(name)
@@ -315,7 +316,7 @@ class Broker(Reconnecting):
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
         placed = place(self.driver, layout, devices, places)
-        return self._fill(ask(layout, placed), layout, sources, digest, {})
+        return self._fill(ask(layout, placed), layout, sources, digest)
 
     @blocking
     def retire(self, name: str, version: int | None = None) -> Steps[messages.Retirement]:
@@ -643,11 +644,18 @@ class Broker(Reconnecting):
         return draft
 
     def _fill(
-        self, body: messages.Create, layout: Layout, sources: Sources, digest: bool, shared: Mapping[Spot, bytes]
+        self,
+        body: messages.Create,
+        layout: Layout,
+        sources: Sources,
+        digest: bool,
+        shared: Mapping[Spot, bytes] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> int:
         """Fill a new draft from the sources and seal it; returns the version.
 
         The sources are prepared while the broker allocates the memory. ``shared``: see :attr:`Draft.shared_digests`.
+        ``check`` is called before the seal.
         """
 
         def prepare() -> None:
@@ -655,8 +663,10 @@ class Broker(Reconnecting):
             sources.prepare(layout)
 
         with run(beside(self._drafted(body, layout), prepare)) as draft:
-            draft.shared_digests = shared
+            draft.shared_digests = shared or {}
             sources.fill(draft)
+            if check:
+                check()
             return draft.seal(digest=digest)
 
     def _update(
@@ -669,19 +679,28 @@ class Broker(Reconnecting):
 
         with ExitStack() as undo:
             pool, info, homes = self._base(name, base, sources, undo)
+            lease = pool.lease
+
+            def check() -> None:  # not by a hold, which would refuse a switch while this waits for room
+                if (pool.lease, pool.version) != (lease, info.version):
+                    raise Invalid(
+                        f"version {info.version} of {name!r} cannot be the base of an update: its pool fell asleep or"
+                        f" was switched during the update; give the version's number, or publish again"
+                    )
+
             laid_out, changed = sources.update(pool, homes, info.devices)
             undo.callback(changed.drop)
             layout, kept = laid_out.layout, laid_out.kept
             plan = tuple(map(info.devices.index, map(str, laid_out.groups))) if homes else None
-            digests = sealed(repr(pool), pool.digest_ranges(), self.digests(name, pool.version)) if digest else {}
+            digests = sealed(repr(pool), pool.digest_ranges(), self.digests(name, info.version)) if digest else {}
             shared = {
                 (uuid, number): digests[old]
                 for index, uuid in enumerate(info.devices)
                 for number, old in enumerate(kept)
                 if digest and old is not None and (plan is None or plan[number] == index)
             }
-            placed, shares = Placed(info.devices, plan), messages.Base(pool.version, kept)
-            return self._fill(ask(layout, placed, base=shares), layout, changed, digest, shared)
+            placed, shares = Placed(info.devices, plan), messages.Base(info.version, kept)
+            return self._fill(ask(layout, placed, base=shares), layout, changed, digest, shared, check)
 
     def _base(
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack

@@ -18,7 +18,7 @@ from cubroker.driver import DriverError
 from cubroker.protocol import Layout, messages
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, Retired, Unsupported
 from tests.brokers import BrokerProcess, eventually, serving
-from tests.unit.client.conftest import leases, session_of
+from tests.unit.client.conftest import begun, leases, session_of
 from tests.unit.client.scripts import start
 
 MIB = 1 << 20
@@ -387,6 +387,42 @@ def test_a_base_by_name_is_the_current_version_also_if_another_replaces_it_meanw
         with pytest.raises(Retired, match="@4 was retired or replaced"):
             other.publish(name, {"b": filled(81)}, base=4)
     assert content(client, name, 5) == values(a=73)
+
+
+def test_a_base_that_is_switched_during_the_comparison_is_refused(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arrays equal the version before the switch, and nothing of the version after it."""
+    client.publish(name, model(), share="vmm")
+    compare = publishing.differing
+    with client.attach(name) as pool:
+        client.publish(name, {each: filled(70) for each in model()})
+
+        def late(*args: Any) -> Any:
+            found = compare(*args)
+            begun(pool.switch).result()
+            return found
+
+        monkeypatch.setattr(publishing, "differing", late)
+        with client.attach(name, version=1), pytest.raises(Invalid, match=r"version 1 of .* was switched during"):
+            client.publish(name, model(), base=pool)
+    assert held(client, name) == {2: (8 * MIB, 0)}
+
+
+def test_a_base_that_is_switched_while_the_update_waits_is_refused(
+    client: Broker, lender: BrokerProcess, name: str
+) -> None:
+    """Tensors that share an allocation with much that has changed are copied from the base, once there is room."""
+    client.publish(name, model(), share="vmm")
+    with client.attach(name) as pool, client.attach(name), Broker(lender.directory) as other:
+        client.publish(name, {each: filled(70) for each in model()})
+        with other.create(name, pool.layout):
+            update = begun(lambda: client.publish(name, model(a=1, b=1, c=1, d=1, e=1), base=pool, wait=600))
+            eventually(lambda: client.look().waiters, "the update to wait for the other writer")
+            pool.switch()
+        with pytest.raises(Invalid, match=r"version 1 of .* was switched during"):
+            update.result()
+    assert held(client, name) == {2: (8 * MIB, 0)}
 
 
 @pytest.mark.parametrize("moment", ["fill", "seal"])
