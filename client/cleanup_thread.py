@@ -46,6 +46,8 @@ class CleanupThread:
         self._guards: dict[int, Guard[Any]] = {}
         self._later: list[tuple[float, int, Task]] = []  # a heap, by time and then by order
         self._order = itertools.count()
+        #: Called if a task fails, which ends the thread: nothing is mapped or unmapped any more.
+        self.failed: Callable[[], None] | None = None
         #: Delivered at the end of the thread.
         self.ended: Future[None] = Future()
         self._thread = SessionThread(target=self._run, name="cubroker-cleanup", daemon=True)
@@ -81,9 +83,14 @@ class CleanupThread:
                 elif self._guards.pop(id(task), None):
                     task.task()
                 del task  # its objects must not live until the next task comes
+        except BaseException:
+            if failed := self.failed:
+                failed()
+            raise
         finally:
             self._guards.clear()  # they refer to this object
             self._later.clear()
+            self.failed = None
             self.ended.set(None)
 
     def _next(self) -> Guard[Any] | Task | None:

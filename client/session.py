@@ -191,6 +191,9 @@ class ClientSession:
             connection = Connection(channel, self.directory, waker, self.requests, self.receiver, notices)
             self._connection = connection
             undo.callback(connection.discard)
+            #: Made in advance: there may be no memory when it is needed.
+            failure = Unavailable("the thread that maps and unmaps memory has failed, as its traceback says")
+            cleanup.failed = partial(_give_up, connection, self.held, failure)
 
             def stop() -> None:  # refers to no session
                 connection.stop()
@@ -275,6 +278,8 @@ class ClientSession:
     def confirm(self, ended: Future[T], label: str) -> Steps[T]:
         """Wait until the broker has taken back what ``label`` names; return its answer, or raise its error."""
         self.check_confirms()
+        if self.cleanup.ended.done() and not ended.done():
+            raise Unavailable(f"{label} is not given back before this process ends: {self.lost}")
         if not (yield ended, self.timeout):
             raise TimedOut(f"the broker has not confirmed the end of {label} in {self.timeout:g} s")
         return ended.result()
@@ -307,7 +312,7 @@ class ClientSession:
             self.check_may_wait()
         except Unavailable:
             return
-        if self.stopped:
+        if self.stopped or (self.cleanup.ended.done() and not self._left.done()):  # the latter: the thread has failed
             return
         if not (yield self._left, self.timeout):
             raise TimedOut(f"no result within {self.timeout:g} s")
@@ -470,6 +475,13 @@ class Reconnecting(NotPicklable, Closeable):
     def _check_open(self) -> None:
         if self._closed.done():
             raise Unavailable("this Broker is closed; open another")
+
+
+def _give_up(connection: Connection, held: set[Holding], reason: CubrokerError) -> None:
+    """End a session whose cleanup thread has failed; what it has mapped stays leased until this process ends."""
+    connection.fail(reason)
+    for each in held.copy():
+        each.abandon(reason)
 
 
 def shortage(error: Exception) -> str:

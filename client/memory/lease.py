@@ -543,6 +543,9 @@ class LeaseRequest(Asked[Granted]):
                 memory = self.lease.map(reply, given, self._thread, self._near)
         except (CubrokerError, DriverError, ValueError) as error:
             return self._unmapped(reply, given, error)
+        except MemoryError:
+            full = OutOfMemory(f"this process has no memory left to open {label_of(reply)} with")
+            return self._unmapped(reply, given, full)
         finally:
             self._session.receiver.close(each for each in given if isinstance(each, int))
             opening.set(None)

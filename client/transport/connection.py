@@ -112,6 +112,7 @@ class Connection:
         self.lost = ""
         self._stopping = False
         self._quiet = False
+        self._failure: CubrokerError | None = None
         self._poller = zmq.Poller()
         self._poller.register(waker.fd, zmq.POLLIN)
         self._poller.register(channel.fileno(), zmq.POLLIN)
@@ -140,6 +141,11 @@ class Connection:
         """Tell the thread to close everything; do not wait for it. ``quietly``: threads that wait are left waiting."""
         self._quiet = quietly
         self._stopping = True
+        self._waker.set()
+
+    def fail(self, reason: CubrokerError) -> None:
+        """Have the session be lost, for a reason in this process; do not wait for that."""
+        self._failure = reason
         self._waker.set()
 
     def join(self) -> None:
@@ -197,7 +203,7 @@ class Connection:
             return self._serve()
 
     def _serve(self) -> CubrokerError:
-        while not self._stopping:
+        while not (self._stopping or self._failure):
             self._send()  # what was posted before this thread could be woken for it
             ready = dict(self._poller.poll(int(RESEND * 1000) if self._requests.waiting() else None))
             self._waker.rise(woken=self._waker.fd in ready)
@@ -210,7 +216,7 @@ class Connection:
             self._requests.resend_overdue()
             self._send()
             self._waker.rest()  # from here on it is woken for everything, the end included
-        return Unavailable("the connection to the broker was closed by this process")
+        return self._failure or Unavailable("the connection to the broker was closed by this process")
 
     def _listen(self) -> CubrokerError | None:
         try:

@@ -18,17 +18,18 @@ import zmq
 from cuda.bindings import driver as cuda
 
 from cubroker.client import Broker, devices
-from cubroker.driver import Driver
+from cubroker.driver import Driver, vmm
 from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.devices import PEERS
 from cubroker.protocol import CubrokerError, Layout, wire
 from cubroker.protocol.errors import DeviceFailure, OutOfMemory, Unavailable
+from cubroker.protocol.layout import TensorIndex
 from cubroker.protocol.messages import Refused
 from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
 from tests import faults
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import FaultyModule, Plan, fail_nth
-from tests.unit.client.conftest import leases, publish
+from tests.unit.client.conftest import content, leases, publish
 from tests.unit.client.scripts import run
 from tests.unit.server.processes import all_closed, files
 
@@ -304,6 +305,31 @@ def test_memory_that_cannot_be_opened_whole_is_closed_and_its_lease_given_back(
     publish(client, name, THREE)
     fail_each(client, plan, OPENING, int(status), error, lambda: ACTIONS[action](client, name))
     assert leases(client, name) == 0
+
+
+@pytest.mark.parametrize(
+    ("action", "thing", "function"),
+    [("attach", TensorIndex, "decode"), ("wake", vmm, "_import"), ("switch", vmm, "_import")],
+)
+def test_a_process_without_memory_to_map_memory_with_fails_one_request_and_goes_on(
+    client: Broker, name: str, monkeypatch: pytest.MonkeyPatch, action: str, thing: object, function: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    publish(client, name, share="vmm")
+    with client.attach(name) as pool:
+        publish(client, name, share="vmm")
+        if action == "wake":
+            pool.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(thing, function, fail)
+            with pytest.raises(OutOfMemory, match=f"no memory left to open pool {name!r} version 2"):
+                client.attach(name) if action == "attach" else pool.switch(2)
+        eventually(lambda: leases(client, name) == (action != "wake"), "the lease to be given back")
+        assert (pool.asleep, pool.version) == (action == "wake", 1)
+        pool.switch(2)
+        assert pool["weight"].tobytes() == content("weight", 128)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.client import session as session_module
+from cubroker.client.memory.lease import LeaseHandle
 from cubroker.client.session import ClientSession
 from cubroker.client.transport.handshake import NotServing
 from cubroker.protocol import wire
@@ -24,6 +25,7 @@ from cubroker.protocol.errors import Denied, Invalid, NotFound, TimedOut, Unavai
 from cubroker.protocol.messages import Refused
 from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.faults import fail_nth
 from tests.stores import storing
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 from tests.unit.client.kept import keeping
@@ -50,6 +52,30 @@ def die(broker: BrokerProcess, client: Broker) -> None:
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged of a session that is over."""
     return [record.getMessage() for record in caplog.records if "reconnect()" in record.getMessage()]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_session_that_can_unmap_nothing_any_more_is_lost(
+    broker: BrokerProcess, client: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that maps and unmaps fails; what it has mapped stays leased until the process ends."""
+    publish(client, "pool")
+    pool = client.attach("pool")
+    with monkeypatch.context() as patch:
+        fail_nth(patch, LeaseHandle, "map", 1, ZeroDivisionError())
+        with pytest.raises(Unavailable, match="thread that maps and unmaps memory has failed"):
+            client.attach("pool")
+    eventually(lambda: client.lost, "the end of the session")
+    assert pool.lost == client.lost
+    pool.close()
+    with client.attach("pool") as again:
+        assert (again.lost, client.lost) == ("", "")
+        assert again["weight"].tobytes() == content("weight", 128)
+    with Broker(broker.directory) as other:
+        fail_nth(monkeypatch, LeaseHandle, "map", 1, ZeroDivisionError())
+        with pytest.raises(Unavailable, match="has failed"):
+            other.attach("pool")
+    assert leases(client, "pool") == 3
 
 
 @KINDS
