@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, Self
 
 from cubroker.driver import vmm
@@ -182,15 +182,14 @@ class Window(vmm.Reservation):
 
         While a map is still running the addresses are kept: else the driver could map the object over other memory.
         """
-        try:
-            if self._kernel is not None:
-                self._kernel.close()
-        finally:
-            self._kernel = None
-            with self._state:
-                self._closed, wait = True, self._maps_running > 0
-            if not wait:
-                super().close()
+        kernel, self._kernel = self._kernel, None
+        if kernel:
+            with suppress(DriverError):  # it stays loaded until the context ends, and the window is closed all the same
+                kernel.close()
+        with self._state:
+            self._closed, wait = True, self._maps_running > 0
+        if not wait:
+            super().close()
 
     def _loaded(self) -> Kernel:
         """Return the kernel, which the first use of any thread loads."""

@@ -222,8 +222,8 @@ def test_a_window_gives_its_addresses_back_even_if_its_kernel_stays(
     window.map(multicast.descriptor)
     window.broadcast(multicast.places[1], window.pointer, 16)
     plan.arm(["cuModuleUnload"], 1, UNKNOWN)
-    with failing("cuModuleUnload", "CUDA_ERROR_UNKNOWN"):
-        window.close()
+    window.close()
+    assert plan.arm((), 0, 0) == 1
     assert not window.mapped
     assert module.cuMemAddressFree(window.pointer, window.nbytes) == (module.CUresult.CUDA_ERROR_INVALID_VALUE,)
     (number,) = held["cuModuleLoadData"]

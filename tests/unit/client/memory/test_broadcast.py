@@ -16,9 +16,12 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.memory import multicast
 from cubroker.driver import Context, DriverError, MulticastOff, Window
+from cubroker.driver.context import Kernel
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import DeviceFailure, Invalid, OverBudget, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
+from tests.faults import fail_nth
+from tests.unit.client.conftest import leases
 from tests.unit.client.scripts import start
 from tests.unit.server.processes import all_closed, files
 
@@ -276,6 +279,16 @@ def test_who_outlives_the_others_goes_on_storing_to_all() -> None:
             process.kill()
             second.broadcast(text("whole", 4), "whole")
             assert first["whole"].tobytes() == text("whole", 4)
+
+
+def test_a_lease_is_given_back_although_the_kernel_that_stored_cannot_be_unloaded(
+    client: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(client)
+    with client.attach("x", device=0) as pool:
+        pool.broadcast(text("whole", 3), "whole")
+        fail_nth(monkeypatch, Kernel, "close", 1, DriverError("cuModuleUnload", 999, "CUDA_ERROR_UNKNOWN"))
+    assert not leases(client, "x")
 
 
 def test_a_store_that_the_driver_refuses_is_told(client: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
