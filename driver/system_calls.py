@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import resource
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -112,7 +113,10 @@ class HugePages:
         start: int | None = _libc.mmap(None, self._whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if start is None or start == _FAILED:
             raise _last_error()
-        self._start = start
+        self._starts = [start]  # until it is unmapped
+        self._open = True
+        #: One entry for each call of `populate` that may be writing, and so keeps the memory mapped.
+        self._writing: deque[None] = deque()
         #: Its address, a multiple of a huge page's size.
         self.pointer = start + -start % HUGE_PAGE
         if _libc.madvise(start, self._whole, mmap.MADV_DONTFORK):
@@ -130,14 +134,24 @@ class HugePages:
         meanwhile, and other threads that map memory would wait for it. Small pages are too many to be written to:
         MADV_POPULATE_WRITE brings them into memory, except on kernels before 5.14, which do nothing.
         """
-        if not self._huge:
-            _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
-            return
-        ctypes.memset(self.pointer + offset, 0, nbytes)
+        try:
+            self._writing.append(None)
+            if self._open:  # read last: either `close` sees the entry, or this line sees `close`
+                if self._huge:
+                    ctypes.memset(self.pointer + offset, 0, nbytes)
+                else:
+                    _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
+        finally:
+            self._writing.pop()
+            if not self._open:
+                self.close()
 
     def close(self) -> None:
-        """Unmap it; to be called once."""
-        _libc.munmap(self._start, self._whole)
+        """Unmap it; while calls of :meth:`populate` write to it, as after an interrupt, the last of these unmaps it."""
+        self._open = False
+        if not self._writing:
+            with suppress(IndexError):
+                _libc.munmap(self._starts.pop(), self._whole)
 
 
 def _has_huge_pages() -> bool:

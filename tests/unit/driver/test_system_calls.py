@@ -11,10 +11,13 @@ import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from cubroker.driver import system_calls
+from tests.brokers import PATIENCE
+from tests.unit.driver.conformance import mapped
 from tests.unit.driver.mapping_commands import in_child
 
 
@@ -59,6 +62,30 @@ def test_the_numbers_are_those_that_other_pythons_name() -> None:
     names = [name for name in vars(system_calls) if name.startswith("F_")]
     assert [getattr(system_calls, name) for name in names] == [getattr(fcntl, name) for name in names]
     assert (system_calls.MFD_CLOEXEC, system_calls.MFD_ALLOW_SEALING) == (os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING)
+
+
+def test_huge_pages_stay_until_no_thread_writes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an interrupt of the thread that pins them: the others would write to memory that is not there."""
+    begun, closed = Event(), Event()
+
+    def write(*_: int) -> None:
+        begun.set()
+        assert closed.wait(PATIENCE)
+
+    monkeypatch.setattr(system_calls.ctypes, "memset", write)
+    pages = system_calls.HugePages(2 * system_calls.HUGE_PAGE)
+    monkeypatch.setattr(pages, "_huge", True)  # whatever this kernel was built with
+    thread = Thread(target=pages.populate, args=(0, pages.nbytes))
+    thread.start()
+    assert begun.wait(PATIENCE)
+    pages.close()
+    assert mapped(pages.pointer)
+    closed.set()
+    thread.join()
+    assert not mapped(pages.pointer)
+    begun.clear()
+    pages.populate(0, pages.nbytes)
+    assert not begun.is_set()
 
 
 @pytest.mark.parametrize("limited", [False, True])
