@@ -460,11 +460,13 @@ def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:
     del pool.versions[version.number]
     if pool.draft is version:
         pool.draft = None
+        tables.recheck_pools[pool] = None
     if not pool.versions:
         pool.owner, pool.previous_owner = None, pool.owner
     memory.release_memory(tables, version)
     tables.drop_idle_user(version.user)
-    tables.recheck_pools[pool] = None
+    if pool.idle:
+        tables.recheck_pools[pool] = None
 
 
 def announce(tables: Tables, pool: Pool) -> None:

@@ -156,7 +156,8 @@ def unwatch(tables: Tables, session: Session, name: str) -> None:
         del pool.watchers[session]
         session.user.watches -= 1
         tables.mark_dirty(Kind.WATCH, session.id, name)
-        tables.recheck_pools[pool] = None
+        if pool.idle:
+            tables.recheck_pools[pool] = None
 
 
 # -- digests of what a version held when it was sealed -------------------------------------------------

@@ -104,7 +104,8 @@ class Tables:
     past_sessions: OrderedDict[int, Session] = field(default_factory=OrderedDict)
 
     #: Pools, users and devices where something ended, so that a create that waits there may be served.
-    #: Each is looked at once after the event, however often it was added: many requests may end together.
+    #: Each is looked at once after the event, however often it was added: many requests may end together. All creates
+    #: that wait in a pool are looked at then, so a pool is added only if its turn or its record may have become free.
     recheck_pools: dict[Pool, None] = field(default_factory=dict)
     recheck_users: dict[User, None] = field(default_factory=dict)
     recheck_accounts: dict[DeviceAccount, None] = field(default_factory=dict)

@@ -86,6 +86,33 @@ def test_one_who_comes_or_goes_costs_the_same_however_many_wait_in_a_quota(event
     assert cost(MANY) < cost(FEW) * ALIKE
 
 
+def test_the_end_of_a_watch_costs_the_same_however_many_wait_in_a_quota() -> None:
+    def cost(requests: int) -> int:
+        story = used_up()
+        waits(story, 1, requests)
+        story.quietly(asks(2, 900, m.Watch("a", on=True)))
+        opcodes = effort(story, asks(2, 901, m.Watch("a", on=False)))
+        story << e.Respond(2, 901, m.Done())
+        return opcodes
+
+    assert cost(MANY) < cost(FEW) * ALIKE
+
+
+def test_the_end_of_an_old_version_costs_the_same_however_many_wait_in_a_quota() -> None:
+    def cost(requests: int) -> int:
+        story = told(Quota(memory=8 * MIB))
+        story.publishes(1, "a")
+        story.quietly(attaches(2, 800, "a"))  # by lease 2
+        story.publishes(1, "a")
+        story.publishes(1, "full", nbytes=4 * MIB)
+        waits(story, 1, requests)
+        opcodes = effort(story, asks(2, 801, m.Close(2)))
+        assert story.effects.popleft() == e.Free(1, "GPU-0")
+        return opcodes
+
+    assert cost(MANY) < cost(FEW) * ALIKE
+
+
 def test_giving_back_a_lease_costs_the_same_however_many_requests_of_the_session_wait() -> None:
     def cost(requests: int) -> int:
         story = told()
