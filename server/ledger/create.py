@@ -488,7 +488,8 @@ def _fill(tables: Tables, version: Version) -> None:
     except errors.OverQuota as error:
         leases.refuse(tables, waiter, error)
         return
-    for ticket in {allocation.ticket for allocation in version.allocations if allocation.versions == (version,)}:
+    # Of allocations that the version shares, it has those alone whose other versions ended while it was allocated.
+    for ticket in {allocation.ticket for allocation in version.allocations if allocation.sharers == 1}:
         tables.mark_dirty(Kind.MEMORY, ticket.id, ticket.pool.name)
     tables.transition_version(version, VersionEvent.FILLED)
     leases.stop_waiting(tables, waiter)

@@ -118,7 +118,7 @@ def _check_memory(tables: Tables) -> None:
 def _check_shared(version: Version) -> None:
     assert all(version.share == each.ticket.share for each in version.allocations)
     assert all(version.durable == each.ticket.durable for each in version.allocations)
-    if any(len(each.versions) > 1 for each in version.allocations):
+    if any(each.sharers > 1 for each in version.allocations):
         assert version.share != MULTICAST
         assert not version.writable, "other versions would change as well"
 

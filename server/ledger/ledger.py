@@ -162,7 +162,7 @@ class Ledger:
                 label=", ".join(version.label for version in versions),
                 ticket=ticket.id,
                 device=ticket.account.device.uuid,
-                sizes={each.number: each.nbytes for each in ticket.allocations.values() if each.versions},
+                sizes={each.number: each.nbytes for each in ticket.allocations.values() if each.oldest},
                 share=ticket.share,
                 durable=ticket.durable,
                 leases=sum(version.leases for version in versions),

@@ -116,7 +116,7 @@ def _count(account: DeviceAccount, state: MemoryState, nbytes: int) -> None:
 def has(version: Version, allocations: Iterable[Allocation]) -> None:
     """Note that a version has allocations."""
     for allocation in allocations:
-        allocation.versions += (version,)
+        allocation.give(version)
 
 
 def assemble(version: Version) -> bool:
@@ -164,7 +164,7 @@ def remove(tables: Tables, ticket: Ticket, event: MemoryEvent, numbers: Sequence
     nbytes = sum(ticket.sizes[number] for number in numbers)
     if len(numbers) == len(ticket.allocations):
         transition(tables, ticket, event)
-    elif any(ticket.allocations[number].versions for number in numbers):
+    elif any(ticket.allocations[number].oldest for number in numbers):
         raise Impossible(f"memory {ticket.id} of {ticket.label} was freed, and versions have it")
     else:
         _count(account, ticket.state, -nbytes)
@@ -245,10 +245,11 @@ def release_memory(tables: Tables, version: Version) -> None:
         _transition_group(tables, group, GroupEvent.RELEASED)
         tables.effects.append(events.UnbindMulticast(group.id))
     unused: dict[Ticket, list[int]] = {}
+    for ticket in {allocation.ticket: None for allocation in version.allocations}:
+        tables.mark_dirty(Kind.MEMORY, ticket.id, version.pool.name)  # its entry may have to go
     for allocation in version.allocations:
-        tables.mark_dirty(Kind.MEMORY, allocation.ticket.id, version.pool.name)  # its entry may have to go
-        allocation.versions = tuple(other for other in allocation.versions if other is not version)
-        if not allocation.versions and allocation.number in allocation.ticket.allocations:
+        allocation.note_end()
+        if not allocation.sharers and allocation.number in allocation.ticket.allocations:
             unused.setdefault(allocation.ticket, []).append(allocation.number)
     for ticket, numbers in unused.items():
         if not ticket.used:

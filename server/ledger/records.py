@@ -526,7 +526,7 @@ class Ticket:
     @property
     def used(self) -> bool:
         """Whether a version has some of it."""
-        return any(allocation.versions for allocation in self.allocations.values())
+        return any(allocation.oldest for allocation in self.allocations.values())
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -537,13 +537,20 @@ class Ticket:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Allocation:
-    """One piece of device memory, and the versions that have it; it is freed when none has it any more."""
+    """One piece of device memory, and the versions that have it; it is freed when none has it any more.
+
+    Thousands of versions may share it. So the numbers of versions that ended may stay in its list until they are half
+    of it: the end of a version takes the same time on average, however many there are.
+    """
 
     ticket: Ticket
     #: Its number in the ticket.
     number: int
-    #: Oldest first; more than one if they share it.
-    versions: tuple[Version, ...] = ()
+    #: The numbers of the versions that were given it, oldest first.
+    _given: list[int] = field(init=False, default_factory=list)
+    #: How many at the beginning of the list have ended, and how many in all of it.
+    _first: int = field(init=False, default=0)
+    _ended: int = field(init=False, default=0)
 
     @property
     def nbytes(self) -> int:
@@ -554,6 +561,40 @@ class Allocation:
     def id(self) -> AllocationId:
         """Its identifier among all allocations."""
         return AllocationId(self.ticket.id, self.number)
+
+    @property
+    def oldest(self) -> Version | None:
+        """The oldest version that has it; None if none has it any more."""
+        given = self._given
+        return self.ticket.pool.versions.get(given[self._first]) if self._first < len(given) else None
+
+    @property
+    def sharers(self) -> int:
+        """The number of versions that have it."""
+        return len(self._given) - self._ended
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that have it, oldest first; costs time in proportion to them."""
+        known = self.ticket.pool.versions
+        return tuple(known[number] for number in self._given if number in known)
+
+    def give(self, version: Version) -> None:
+        """Note that the newest version of its pool has it, too."""
+        self._given.append(version.number)
+
+    def note_end(self) -> None:
+        """Note that one of its versions has ended, and is not among its pool's any more."""
+        known, given = self.ticket.pool.versions, self._given
+        self._ended += 1
+        while given and given[-1] not in known:  # at once: the next draft may get the number of one that was given up
+            given.pop()
+            self._ended -= 1
+        while self._first < len(given) and given[self._first] not in known:
+            self._first += 1
+        if 2 * self._ended >= len(given):
+            self._given = [number for number in given if number in known]
+            self._first = self._ended = 0
 
 
 @dataclass(slots=True, eq=False, repr=False)

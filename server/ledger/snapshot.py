@@ -189,7 +189,7 @@ def _find_version(tables: Tables, name: str, number: int) -> Version | None:
 
 def _write_memory(tables: Tables, number: int, _: str) -> MemoryEntry | None:
     ticket = tables.tickets.get(number)
-    if ticket is None or all(version.state in UNRECORDED for version in ticket.versions):
+    if ticket is None or not any(map(_is_recorded, ticket.allocations.values())):
         return None
     return MemoryEntry(
         ticket.account.device.uuid,
@@ -200,6 +200,11 @@ def _write_memory(tables: Tables, number: int, _: str) -> MemoryEntry | None:
         ticket.sizes,
         ticket.handles,
     )
+
+
+def _is_recorded(allocation: Allocation) -> bool:
+    """Whether a version that has an allocation has an entry."""
+    return any(version.state not in UNRECORDED for version in allocation.versions)
 
 
 def _write_version(tables: Tables, number: int, name: str) -> VersionEntry[Piece] | None:
@@ -459,7 +464,7 @@ def _count_memory(tables: Tables) -> None:
     """Drop the allocations that no version has, which were being freed, and count the others."""
     for ticket in tuple(tables.tickets.values()):
         account, user = ticket.account, ticket.user
-        ticket.allocations = {each.number: each for each in ticket.allocations.values() if each.versions}
+        ticket.allocations = {each.number: each for each in ticket.allocations.values() if each.oldest}
         ticket.nbytes = sum(each.nbytes for each in ticket.allocations.values())
         if not ticket.allocations:
             _drop(tables, (Kind.MEMORY, ticket.id, ticket.pool.name), f"memory {ticket.id}, which no version has")

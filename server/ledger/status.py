@@ -160,13 +160,13 @@ def _parts(ticket: Ticket) -> tuple[Counter[tuple[int, str]], dict[int, Counter[
     """
     parts, shared = Counter[tuple[int, str]](), defaultdict[int, Counter[tuple[int, ...]]](Counter)
     for allocation in ticket.allocations.values():
-        state, versions = ticket.state, allocation.versions
-        if state is MemoryState.HELD and not versions:
+        state, oldest = ticket.state, allocation.oldest
+        if state is MemoryState.HELD and not oldest:
             state = MemoryState.FREEING
-        version = versions[0].number if versions else ticket.version
+        version = oldest.number if oldest else ticket.version
         parts[version, STAGES[state]] += allocation.nbytes
-        if len(versions) > 1:
-            few = versions if len(versions) <= MAX_SHARERS else ()
+        if allocation.sharers > 1:
+            few = allocation.versions if allocation.sharers <= MAX_SHARERS else ()
             shared[version][tuple(each.number for each in few)] += allocation.nbytes
     return parts, shared
 
@@ -239,7 +239,7 @@ def _pool(version: Version) -> PoolInfo:
         protected=version.share in BY_DESCRIPTOR and not version.writable,
         digest=version.digests.algorithm if version.digests else "",
         memory=sum(allocation.nbytes for allocation in version.allocations),
-        shared=sum(each.nbytes for each in version.allocations if each.versions[0] is not version),
+        shared=sum(each.nbytes for each in version.allocations if each.oldest is not version),
         published=version.published,
     )
 

@@ -157,10 +157,11 @@ def creates(
     plan: tuple[int, ...] | None = None,
     writable: bool = False,
     durable: bool | None = False,
+    base: m.Base | None = None,
 ) -> e.RequestReceived:
     made = layout(*sizes)
     where = m.Where(attach) if isinstance(attach, str) else attach
-    body = m.Create(name, made.encode(), devices, share, wait, where, mode, plan, writable, durable)
+    body = m.Create(name, made.encode(), devices, share, wait, where, mode, plan, writable, durable, base)
     return e.RequestReceived(session, request, body, made.outline)
 
 

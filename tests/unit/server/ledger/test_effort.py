@@ -155,6 +155,25 @@ def test_a_publication_takes_memory_in_proportion_to_those_who_wait_for_it_and_f
     assert peak(1000) < peak(250) * ALIKE * 4
 
 
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_the_end_of_versions_that_share_memory_costs_in_proportion_to_them(*, oldest_first: bool) -> None:
+    pieces = 20
+
+    def cost(versions: int) -> int:
+        story = told()
+        story.quietly(creates(1, 1, "a", *[MIB] * pieces), e.Allocated(1, (handle(1),) * pieces), asks(1, 2, m.Seal(1)))
+        shared, leases = tuple(range(pieces)), []
+        for number in range(1, versions + 1):
+            update = creates(1, 1, "a", *[MIB] * pieces, base=m.Base(number, shared))
+            for request in (attaches(2, 1, "a"), update):
+                (answer,) = story.ledger.handle(request)
+                leases.append(answer.body.lease)
+            story.ledger.handle(asks(1, 2, m.Seal(leases.pop())))
+        return sum(effort(story, asks(2, 2, m.Close(lease))) for lease in (leases if oldest_first else leases[::-1]))
+
+    assert cost(120) < cost(30) * ALIKE * 4
+
+
 @pytest.mark.slow
 def test_a_publication_costs_in_proportion_to_the_versions_that_are_kept() -> None:
     def cost(kept: int) -> int:

@@ -364,6 +364,15 @@ def test_a_draft_that_shares_memory_outlives_a_restart(story: Story) -> None:
     assert memory(story) == {1: (8 * MIB, 0), 2: (8 * MIB, 4 * MIB)}
 
 
+def test_a_draft_outlives_a_restart_whose_base_ended_while_it_was_allocated(story: Story) -> None:
+    story.quietly(updates(1, 3, 0, None, 2), asks(4, 1, m.Retire("a", 1)), asks(2, 2, m.Close(2)))
+    recorded = dict(story.ledger.changes())
+    assert b"l/memory/1/a" not in recorded or recorded[b"l/memory/1/a"] is None  # no version that is recorded has it
+    story.quietly(e.Allocated(2, (D,)))
+    recorded |= dict(story.ledger.changes())
+    assert {key: value for key, value in recorded.items() if value is not None} == story.ledger.snapshot()
+
+
 def test_a_waiting_create_is_told_which_versions_have_the_memory(story: Story) -> None:
     published(story, 1, 0, None, 2, ticket=2, lease=3)
     story.quietly(creates(3, 1, "b", 12 * MIB, wait=9.0))
