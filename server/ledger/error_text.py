@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from cubroker.protocol.errors import OverQuota
+from cubroker.protocol.status import MAX_SHARERS
 from cubroker.server.ledger.access import can_read, can_read_history, can_see_session, visible_past
 from cubroker.server.ledger.policy import Limits
 from cubroker.server.ledger.records import (
@@ -296,12 +297,18 @@ def state(ticket: Ticket) -> str:
     """Return the state of each version that has memory of a ticket; that of the ticket while it is not held."""
     if ticket.state is not MemoryState.HELD:
         return str(ticket.state.value)
-    return ", ".join(str(version.state.value) for version in ticket.versions)
+    states = [str(version.state.value) for version in ticket.versions]
+    if len(states) > MAX_SHARERS:
+        return ", ".join(f"{number} {state}" for state, number in Counter(states).most_common())
+    return ", ".join(states)
 
 
 def _label(ticket: Ticket) -> str:
     """Return the versions that have memory of a ticket; if none has, the version for which it was allocated."""
-    return ", ".join(version.label for version in ticket.versions) or ticket.label
+    versions = ticket.versions
+    if len(versions) > MAX_SHARERS:
+        return f"{versions[0].label} to {versions[-1].label} ({len(versions)} versions)"
+    return ", ".join(version.label for version in versions) or ticket.label
 
 
 def _leases(ticket: Ticket) -> int:

@@ -118,6 +118,8 @@ def _check_memory(tables: Tables) -> None:
 def _check_shared(version: Version) -> None:
     assert all(version.share == each.ticket.share for each in version.allocations)
     assert all(version.durable == each.ticket.durable for each in version.allocations)
+    assert version.memory == sum(each.nbytes for each in version.allocations)
+    assert version.shared == sum(each.nbytes for each in version.allocations if each.oldest is not version)
     if any(each.sharers > 1 for each in version.allocations):
         assert version.share != MULTICAST
         assert not version.writable, "other versions would change as well"

@@ -116,6 +116,8 @@ def _count(account: DeviceAccount, state: MemoryState, nbytes: int) -> None:
 def has(version: Version, allocations: Iterable[Allocation]) -> None:
     """Note that a version has allocations."""
     for allocation in allocations:
+        version.memory += allocation.nbytes
+        version.shared += allocation.nbytes if allocation.sharers else 0
         allocation.give(version)
 
 
@@ -248,7 +250,8 @@ def release_memory(tables: Tables, version: Version) -> None:
     for ticket in {allocation.ticket: None for allocation in version.allocations}:
         tables.mark_dirty(Kind.MEMORY, ticket.id, version.pool.name)  # its entry may have to go
     for allocation in version.allocations:
-        allocation.note_end()
+        if (heir := allocation.note_end()) is not None:
+            heir.shared -= allocation.nbytes
         if not allocation.sharers and allocation.number in allocation.ticket.allocations:
             unused.setdefault(allocation.ticket, []).append(allocation.number)
     for ticket, numbers in unused.items():
@@ -345,7 +348,9 @@ def _leased(tables: Tables, uid: int) -> set[events.AllocationId]:
     leases = (lease for session in (user.sessions.values() if user else ()) for lease in session.leases.values())
     replicas = {replica for lease in leases for replica in lease.replicas}
     replicas.update(replica for holder, replica in tables.ended_in_scan or () if holder == uid)
-    return {each.id for replica in replicas for each in replica.allocations if each is not None}
+    # Thousands of versions may share memory, so each allocation is looked at once.
+    allocations = set[Allocation | None]().union(*(replica.allocations for replica in replicas))
+    return {each.id for each in allocations if each is not None}
 
 
 def bytes_beyond_leases(tables: Tables, session: Session) -> int | None:

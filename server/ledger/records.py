@@ -410,6 +410,9 @@ class Version:
     nbytes: int
     #: Memory by device UUID.
     replicas: dict[str, Replica] = field(default_factory=dict)
+    #: Bytes of that, and those of them that older versions have, too.
+    memory: int = 0
+    shared: int = 0
     state: VersionState = VersionState.ALLOCATING
     #: How it was lost, as a clause.
     why: str = ""
@@ -531,8 +534,8 @@ class Ticket:
     @property
     def versions(self) -> tuple[Version, ...]:
         """The versions that have some of it, oldest first."""
-        found = {version for allocation in self.allocations.values() for version in allocation.versions}
-        return tuple(sorted(found, key=attrgetter("number")))
+        known, given = self.pool.versions, set[int]().union(*(each.given for each in self.allocations.values()))
+        return tuple(known[number] for number in sorted(given) if number in known)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -546,9 +549,9 @@ class Allocation:
     ticket: Ticket
     #: Its number in the ticket.
     number: int
-    #: The numbers of the versions that were given it, oldest first.
-    _given: list[int] = field(init=False, default_factory=list)
-    #: How many at the beginning of the list have ended, and how many in all of it.
+    #: The numbers of the versions that were given it, oldest first; some may have ended.
+    given: list[int] = field(init=False, default_factory=list)
+    #: How many of those at the beginning have ended, and how many of all.
     _first: int = field(init=False, default=0)
     _ended: int = field(init=False, default=0)
 
@@ -565,27 +568,31 @@ class Allocation:
     @property
     def oldest(self) -> Version | None:
         """The oldest version that has it; None if none has it any more."""
-        given = self._given
+        given = self.given
         return self.ticket.pool.versions.get(given[self._first]) if self._first < len(given) else None
 
     @property
     def sharers(self) -> int:
         """The number of versions that have it."""
-        return len(self._given) - self._ended
+        return len(self.given) - self._ended
 
     @property
     def versions(self) -> tuple[Version, ...]:
         """The versions that have it, oldest first; costs time in proportion to them."""
         known = self.ticket.pool.versions
-        return tuple(known[number] for number in self._given if number in known)
+        return tuple(known[number] for number in self.given if number in known)
 
     def give(self, version: Version) -> None:
         """Note that the newest version of its pool has it, too."""
-        self._given.append(version.number)
+        self.given.append(version.number)
 
-    def note_end(self) -> None:
-        """Note that one of its versions has ended, and is not among its pool's any more."""
-        known, given = self.ticket.pool.versions, self._given
+    def note_end(self) -> Version | None:
+        """Note that one of its versions has ended, and is not among its pool's any more.
+
+        If that was the oldest one, return the version that is the oldest now.
+        """
+        known, given = self.ticket.pool.versions, self.given
+        oldest_ended = self.oldest is None
         self._ended += 1
         while given and given[-1] not in known:  # at once: the next draft may get the number of one that was given up
             given.pop()
@@ -593,8 +600,9 @@ class Allocation:
         while self._first < len(given) and given[self._first] not in known:
             self._first += 1
         if 2 * self._ended >= len(given):
-            self._given = [number for number in given if number in known]
+            self.given = [number for number in given if number in known]
             self._first = self._ended = 0
+        return self.oldest if oldest_ended else None
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -238,8 +238,8 @@ def _pool(version: Version) -> PoolInfo:
         opened_by=opened_by(version),
         protected=version.share in BY_DESCRIPTOR and not version.writable,
         digest=version.digests.algorithm if version.digests else "",
-        memory=sum(allocation.nbytes for allocation in version.allocations),
-        shared=sum(each.nbytes for each in version.allocations if each.oldest is not version),
+        memory=version.memory,
+        shared=version.shared,
         published=version.published,
     )
 

@@ -155,23 +155,48 @@ def test_a_publication_takes_memory_in_proportion_to_those_who_wait_for_it_and_f
     assert peak(1000) < peak(250) * ALIKE * 4
 
 
-@pytest.mark.parametrize("oldest_first", [True, False])
-def test_the_end_of_versions_that_share_memory_costs_in_proportion_to_them(*, oldest_first: bool) -> None:
-    pieces = 20
+def updated(versions: int, pieces: int = 20) -> tuple[Story, list[int]]:
+    """Publish so many versions that share all their memory; return the story, and session 2's lease on each of them."""
+    story = told()
+    handles = (handle(1),) * pieces
+    story.quietly(creates(1, 1, "a", *[MIB] * pieces), e.Allocated(1, handles), asks(1, 2, m.Seal(1)))
+    leases: list[int] = []
+    for number in range(1, versions + 1):
+        base = m.Base(number, tuple(range(pieces)))
+        for request in (attaches(2, 1, "a"), creates(1, 1, "a", *[MIB] * pieces, base=base)):
+            (answer,) = story.ledger.handle(request)
+            assert isinstance(answer, e.Respond)
+            assert isinstance(answer.body, m.Attached | m.Created)
+            leases.append(answer.body.lease)
+        story.ledger.handle(asks(1, 2, m.Seal(leases.pop())))
+    return story, leases
 
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_end_of_versions_that_share_memory_costs_in_proportion_to_them(order: int) -> None:
     def cost(versions: int) -> int:
-        story = told()
-        story.quietly(creates(1, 1, "a", *[MIB] * pieces), e.Allocated(1, (handle(1),) * pieces), asks(1, 2, m.Seal(1)))
-        shared, leases = tuple(range(pieces)), []
-        for number in range(1, versions + 1):
-            update = creates(1, 1, "a", *[MIB] * pieces, base=m.Base(number, shared))
-            for request in (attaches(2, 1, "a"), update):
-                (answer,) = story.ledger.handle(request)
-                leases.append(answer.body.lease)
-            story.ledger.handle(asks(1, 2, m.Seal(leases.pop())))
-        return sum(effort(story, asks(2, 2, m.Close(lease))) for lease in (leases if oldest_first else leases[::-1]))
+        story, leases = updated(versions)
+        return sum(effort(story, asks(2, 2, m.Close(lease))) for lease in leases[::order])
 
     assert cost(120) < cost(30) * ALIKE * 4
+
+
+SCAN = e.ProcessScanFinished((e.ProcessMemory(102, ALICE, {e.AllocationId(1, 0): MIB}),))
+
+
+@pytest.mark.parametrize("event", [asks(3, 1, m.ListPools()), asks(3, 1, m.Look()), SCAN])
+def test_what_looks_at_all_versions_looks_once_at_the_memory_that_they_share(event: e.LedgerEvent) -> None:
+    def cost(pieces: int) -> int:
+        return effort(updated(60, pieces)[0], event)
+
+    assert cost(80) < cost(20) * 2
+
+
+def test_a_refusal_names_few_of_the_versions_that_share_memory() -> None:
+    story, _ = updated(120)
+    story >> creates(3, 1, "b", LARGE.budget)
+    text = "; the largest are a@1 to a@121 (121 versions) 40 MiB (120 superseded, 1 current, user 1001, 120 leases);"
+    story << refused(3, 1, "over_budget", text)
 
 
 @pytest.mark.slow
