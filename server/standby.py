@@ -132,7 +132,10 @@ class Standby:
             while True:
                 while not poll.poll(None if received else LOOKS * 1000):
                     self._check()
-                message = receive(channel, LONGEST)
+                try:
+                    message = receive(channel, LONGEST)
+                except ConnectionError:  # the keeper has ended, and had not read READY
+                    sys.exit(0)
                 assert message
                 if message.data.startswith(NAMES) and message.whole:
                     names = message.data[len(NAMES) :].decode().split(":")

@@ -8,15 +8,17 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from cubroker.server.standby import OUTDATED, SPEAKS
-from tests.brokers import eventually
+from cubroker.server.standby import OUTDATED, SPEAKS, Standby
+from tests.brokers import PATIENCE, eventually
 from tests.namespaces import children, unshare
 from tests.unit.cli.processes import environment, run
 from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory
@@ -221,6 +223,17 @@ def test_it_ends_with_a_keeper_that_is_killed(keep: Keep) -> None:
     keep.process.wait()
     eventually(lambda: not alive(waiting), "the one that stood by to end")
     assert "cannot be told" in str(first.say("status", "alive"))
+
+
+def test_it_ends_quietly_with_a_keeper_that_has_not_read_that_it_waits() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(Standby(theirs.detach()).wait)
+        assert select.select([ours], [], [], PATIENCE)[0]
+        ours.close()
+        with pytest.raises(SystemExit) as ended:
+            waits.result(PATIENCE)
+    assert ended.value.code == 0
 
 
 def _install(tmp_path: Path, name: str, what: str) -> None:
