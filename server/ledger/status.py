@@ -246,12 +246,15 @@ def _pool(version: Version) -> PoolInfo:
 
 def _sharing(version: Version) -> tuple[SharingInfo, ...]:
     """Return how much memory a version shares with each other version, oldest first."""
-    allocations, nbytes = Counter[int](), Counter[int]()
+    by_size = defaultdict[int, Counter[int]](Counter)  # the allocations of each other version: few have other sizes
     for allocation in version.allocations:
-        for other in allocation.versions:
-            allocations[other.number] += 1
-            nbytes[other.number] += allocation.nbytes
-    others = sorted(allocations.keys() - {version.number})
+        by_size[allocation.nbytes].update(allocation.given)
+    allocations, nbytes = Counter[int](), Counter[int]()
+    for size, numbers in by_size.items():
+        for number, count in numbers.items():
+            allocations[number] += count
+            nbytes[number] += count * size
+    others = sorted(version.pool.versions.keys() & allocations.keys() - {version.number})
     return tuple(SharingInfo(other, allocations[other], nbytes[other]) for other in others)
 
 

@@ -181,10 +181,11 @@ def test_the_end_of_versions_that_share_memory_costs_in_proportion_to_them(order
     assert cost(120) < cost(30) * ALIKE * 4
 
 
+LOOKS = [asks(3, 1, m.ListPools()), asks(3, 1, m.Look()), asks(3, 1, m.Describe("a", 0))]
 SCAN = e.ProcessScanFinished((e.ProcessMemory(102, ALICE, {e.AllocationId(1, 0): MIB}),))
 
 
-@pytest.mark.parametrize("event", [asks(3, 1, m.ListPools()), asks(3, 1, m.Look()), SCAN])
+@pytest.mark.parametrize("event", [*LOOKS, SCAN])
 def test_what_looks_at_all_versions_looks_once_at_the_memory_that_they_share(event: e.LedgerEvent) -> None:
     def cost(pieces: int) -> int:
         return effort(updated(60, pieces)[0], event)
