@@ -252,7 +252,7 @@ def release_memory(tables: Tables, version: Version) -> None:
     for allocation in version.allocations:
         if (heir := allocation.note_end()) is not None:
             heir.shared -= allocation.nbytes
-        if not allocation.sharers and allocation.number in allocation.ticket.allocations:
+        if not allocation.given and allocation.number in allocation.ticket.allocations:
             unused.setdefault(allocation.ticket, []).append(allocation.number)
     for ticket, numbers in unused.items():
         if not ticket.used:

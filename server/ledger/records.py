@@ -549,7 +549,7 @@ class Allocation:
     ticket: Ticket
     #: Its number in the ticket.
     number: int
-    #: The numbers of the versions that were given it, oldest first; some may have ended.
+    #: The numbers of the versions that were given it, oldest first; some may have ended, but not all.
     given: list[int] = field(init=False, default_factory=list)
     #: How many of those at the beginning have ended, and how many of all.
     _first: int = field(init=False, default=0)
@@ -591,18 +591,19 @@ class Allocation:
 
         If that was the oldest one, return the version that is the oldest now.
         """
-        known, given = self.ticket.pool.versions, self.given
-        oldest_ended = self.oldest is None
+        known, given, first = self.ticket.pool.versions, self.given, self._first
         self._ended += 1
         while given and given[-1] not in known:  # at once: the next draft may get the number of one that was given up
             given.pop()
             self._ended -= 1
-        while self._first < len(given) and given[self._first] not in known:
-            self._first += 1
+        while first < len(given) and given[first] not in known:
+            first += 1
+        heir = known[given[first]] if self._first < first < len(given) else None
+        self._first = first
         if 2 * self._ended >= len(given):
             self.given = [number for number in given if number in known]
             self._first = self._ended = 0
-        return self.oldest if oldest_ended else None
+        return heir
 
 
 @dataclass(slots=True, eq=False, repr=False)
