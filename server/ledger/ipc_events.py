@@ -21,19 +21,24 @@ MAX_ENDED_REASONS = 64  #: Ended events of a version whose reason is remembered,
 
 def close(tables: Tables, session: Session, body: messages.Close) -> messages.Done:
     """End a lease whose holder has unmapped its memory."""
-    end_lease(tables, leases.own_lease(session, body.lease), "gave back the lease that it belonged to")
+    lease = leases.own_lease(session, body.lease)
+    if end_lease(tables, lease, "gave back the lease that it belonged to"):
+        leases.announce(tables, lease.version.pool)
     return messages.Done()
 
 
-def end_lease(tables: Tables, lease: Lease, how: str) -> None:
-    """End a lease and its events, and refuse the requests that wait by it; ``how`` says what its holder did."""
+def end_lease(tables: Tables, lease: Lease, how: str) -> bool:
+    """End a lease and its events, and refuse the requests that wait by it; ``how`` says what its holder did.
+
+    Returns as :func:`~cubroker.server.ledger.leases.release`.
+    """
     # Sessions may have many requests that wait, and only writable versions have events.
     for waiter in tuple(lease.session.unfinished.values()) if lease.version.writable else ():
         if isinstance(waiter, EventWaiter) and waiter.lease is lease:
             leases.refuse(tables, waiter, leases.no_lease(lease.id))
     for ipc_event in tuple(lease.ipc_events.values()):
         end_event(tables, ipc_event, how)
-    leases.release(tables, lease)
+    return leases.release(tables, lease)
 
 
 def end_event(tables: Tables, ipc_event: IpcEvent, how: str) -> None:

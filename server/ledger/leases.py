@@ -381,8 +381,11 @@ def no_lease(lease: int) -> errors.NotFound:
     return errors.NotFound(f"this session holds no lease {lease}; it was closed already, or was never its own")
 
 
-def release(tables: Tables, lease: Lease) -> None:
-    """End a lease, which has no events any more, and end its version if nothing else keeps it."""
+def release(tables: Tables, lease: Lease) -> bool:
+    """End a lease, which has no events any more, and end its version if nothing else keeps it.
+
+    Return whether an old version ended, which the caller has to announce: once, if it ends several leases.
+    """
     version = lease.version
     del tables.leases[lease.id], lease.session.leases[lease.id], version.holders[lease.id]
     lease.session.user.leases -= 1
@@ -397,8 +400,7 @@ def release(tables: Tables, lease: Lease) -> None:
         tables.effects.append(events.CancelFds(lease.session.id, lease.id))
     if lease.writes:
         _give_up(tables, version)
-    if end_if_unused(tables, version):
-        announce(tables, version.pool)
+    return end_if_unused(tables, version)
 
 
 def _give_up(tables: Tables, draft: Version) -> None:

@@ -88,8 +88,9 @@ def process_exited(tables: Tables, event: events.ProcessExited) -> None:
 def end(tables: Tables, session: Session) -> None:
     """End a session and everything that it has."""
     _stop(tables, session)
-    for lease in tuple(session.leases.values()):
-        ipc_events.end_lease(tables, lease, "has ended")
+    held = tuple(session.leases.values())
+    for pool in {each.version.pool: None for each in held if ipc_events.end_lease(tables, each, "has ended")}:
+        announce(tables, pool)
     for lock in tuple(session.locks.values()):
         publish.release_lock(tables, lock)
     tables.note(session, "it ended")

@@ -14,7 +14,7 @@ from cubroker.server.ledger import Budget
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.measuring import traced
-from tests.unit.server.ledger.story import ALICE, BOB, MIB, Story, asks, attaches, creates, handle, refused
+from tests.unit.server.ledger.story import ALICE, BOB, MIB, Story, asks, attaches, changed, creates, handle, refused
 
 FEW, MANY = 100, 400
 ALIKE = 1.5
@@ -191,6 +191,12 @@ def test_what_looks_at_all_versions_looks_once_at_the_memory_that_they_share(eve
         return effort(updated(60, pieces)[0], event)
 
     assert cost(80) < cost(20) * 2
+
+
+def test_watchers_are_told_once_of_all_versions_of_a_pool_that_end_with_a_session() -> None:
+    story, _ = updated(3)
+    story.quietly(asks(3, 1, m.Watch("a", on=True)))
+    assert story.quietly(e.ProcessExited(2)).count(changed(3, "a", 4)) == 1
 
 
 def test_a_refusal_names_few_of_the_versions_that_share_memory() -> None:
