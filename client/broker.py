@@ -457,7 +457,7 @@ class Broker(Reconnecting):
             raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
         from cubroker.client.locks import obtain
 
-        return (yield from self._keep((yield from obtain(self._session, name, seconds(timeout)))))
+        return (yield from self._keep((yield from obtain(self._session, name, seconds(timeout, "timeout")))))
 
     # -- what there is -----------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class WatchClosed(Exception):
 
 def time_limit(timeout: float | None) -> float:
     """Return for how many seconds to wait: infinitely many for None; raises ``Invalid`` if it is out of range."""
-    return inf if timeout is None else seconds(timeout)
+    return inf if timeout is None else seconds(timeout, "timeout")
 
 
 class Watch(NotPicklable, Iterator[int | None], Closeable):

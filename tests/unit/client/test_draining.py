@@ -33,7 +33,7 @@ def test_a_client_is_told_to_give_back_what_it_holds_and_the_broker_ends_when_it
         assert not client.wait_draining(0)
         assert client.wait_draining(0, over=True)
         for limit in (-1.0, nan):
-            with pytest.raises(Invalid, match="a wait of"):
+            with pytest.raises(Invalid, match="a timeout of"):
                 client.wait_draining(limit)
         assert client.draining == ""
         patient.process.send_signal(signal.SIGTERM)

@@ -163,9 +163,9 @@ def test_a_timeout_is_raised_and_the_iteration_goes_on(client: Broker, name: str
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
 def test_a_timeout_must_be_some_time(client: Broker, name: str, timeout: float) -> None:
-    with pytest.raises(Invalid, match="wait of"):
+    with pytest.raises(Invalid, match="timeout of"):
         client.follow(name, timeout=timeout)
-    with client.follow(name) as follow, pytest.raises(Invalid, match="wait of"):
+    with client.follow(name) as follow, pytest.raises(Invalid, match="timeout of"):
         follow.next(timeout)
 
 

@@ -78,8 +78,9 @@ def test_a_broker_that_is_closed_ends_the_wait_for_a_lock(client: Broker, lender
 
 
 def test_arguments_and_old_brokers_are_refused(client: Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Invalid, match="wait of -1 seconds"):
-        client.lock(name, timeout=-1)
+    for timeout in (-1, None):
+        with pytest.raises(Invalid, match=f"a timeout of {timeout} seconds; it can be 0 to 604800"):
+            client.lock(name, timeout=timeout)
     with pytest.raises(Invalid, match="-bad"):
         client.lock("-bad")
     monkeypatch.setattr(session_of(client), "version", messages.LOCKS - 1)

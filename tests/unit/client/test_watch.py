@@ -128,9 +128,9 @@ def test_a_wait_that_takes_too_long_is_told_and_the_watch_goes_on(client: Broker
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
 def test_a_timeout_of_a_watch_must_be_some_time(client: Broker, name: str, timeout: float) -> None:
-    with pytest.raises(Invalid, match="wait of"):
+    with pytest.raises(Invalid, match="timeout of"):
         client.watch(name, timeout=timeout)
-    with client.watch(name) as watch, pytest.raises(Invalid, match="wait of"):
+    with client.watch(name) as watch, pytest.raises(Invalid, match="timeout of"):
         watch.next(timeout)
 
 
