@@ -519,8 +519,12 @@ class Broker(Reconnecting):
             NotFound: the broker has no events of it (any more), or the session is another user's.
             Denied: the pool's mode keeps this user from reading it.
         """
-        pool, session = (subject, 0) if isinstance(subject, str) else (None, subject)
-        return (yield from self._session.ask(messages.Tell(pool, session), messages.Story)).lines
+        if isinstance(subject, int):
+            body = messages.Tell(None, subject)
+        else:
+            fields.check_pool_name(subject)
+            body = messages.Tell(subject, 0)
+        return (yield from self._session.ask(body, messages.Story)).lines
 
     # -- the broker itself -------------------------------------------------------------------------
 

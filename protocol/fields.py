@@ -58,8 +58,10 @@ _POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}")
 
 def check_pool_name(name: str, what: str = "a pool") -> None:
     """Raise ``Invalid`` unless ``name`` is valid in a table, a URL and ``NAME@VERSION``; ``what`` it is to name."""
+    rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
+    if not isinstance(name, str):  # such as None, from a variable of the environment that is not set
+        raise Invalid(f"an object of type {type(name).__name__} cannot name {what}: {rule}")
     if not _POOL_NAME.fullmatch(name):
-        rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
         bare, at, _ = name.partition("@")
         hint = f"; give the version separately from the name {bare[:64]!r}" if at and _POOL_NAME.fullmatch(bare) else ""
         raise Invalid(f"{name[:64]!r} cannot name {what}: {rule}{hint}")

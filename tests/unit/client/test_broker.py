@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,23 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
             "'x@1' cannot .*; give the version separately from the name 'x'",
         ),
         (lambda broker: broker.attach("@1"), Invalid, "cannot name a pool.* or _$"),
+        *(
+            (partial(call, name=None), Invalid, "an object of type NoneType cannot name a pool: use 1 to 255 letters")
+            for call in (
+                Broker.attach,
+                partial(Broker.create, layout=LAYOUT),
+                partial(Broker.attach_or_create, layout=LAYOUT),
+                partial(Broker.publish, source={}),
+                Broker.retire,
+                Broker.watch,
+                Broker.wait_ended,
+                Broker.follow,
+                Broker.lock,
+                Broker.describe,
+                Broker.digests,
+                lambda broker, name: broker.story(name),
+            )
+        ),
         (lambda broker: broker.attach("x", version=0), Invalid, "count from 1"),
         (lambda broker: broker.attach("x", version=2**70), Invalid, "count from 1"),
         (lambda broker: broker.attach("x", version="2"), Invalid, "version '2' is no whole number; .* current one"),

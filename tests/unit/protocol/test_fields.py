@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -23,6 +25,12 @@ def test_usual_names_are_taken(name: str) -> None:
 def test_other_names_are_refused_with_the_rule(name: str) -> None:
     with pytest.raises(Invalid, match="use 1 to 255 letters"):
         fields.check_pool_name(name)
+
+
+@pytest.mark.parametrize("name", [None, 7, b"llama", ("llama",)], ids=repr)
+def test_an_object_that_is_no_text_is_refused_with_the_rule(name: Any) -> None:
+    with pytest.raises(Invalid, match=f"an object of type {type(name).__name__} cannot name an event: use 1 to 255"):
+        fields.check_pool_name(name, "an event")
 
 
 def test_the_message_stays_short_however_long_the_name() -> None:
