@@ -186,9 +186,8 @@ class Broker(Reconnecting):
             mode: who may attach (read), and who may publish and retire (write), like a file's: ``0o640``. By default a
                 pool keeps its mode, and a new one gets the broker's default. A process that may attach to ``ipc``
                 memory, or to that of a GPU, can write it if it means to.
-            plan: a mapping of every tensor's name to the one of ``devices`` that has it: the pool is sharded. The
-                layout must have tensors of different devices in different allocations, as
-                ``Layout.pack(..., groups=plan)`` makes them.
+            plan: as for :meth:`publish`, on ``devices``. A :class:`Layout` must have tensors of different devices in
+                different allocations, as ``Layout.pack(..., groups=...)`` makes them.
             writable: whether those who attach to the version may write it, and make events on it
                 (:meth:`Pool.event`): scratch memory that processes hand over to each other.
             durable: whether the version outlives a broker that is killed or started again. That needs ``vmm`` or
@@ -600,7 +599,9 @@ class Broker(Reconnecting):
         if isinstance(layout, Layout):
             layout.check()
         else:
-            layout = Layout.pack(layout, groups=places)
+            tensors = layout if isinstance(layout, Mapping) else tuple(layout)
+            names = tensors if isinstance(tensors, Mapping) else [name for name, *_ in tensors]
+            layout = Layout.pack(tensors, groups=None if places is None else local.resolve_plan(places, names))
         return layout, place(self.driver, layout, devices, places)
 
     def _creation(

@@ -21,7 +21,7 @@ DeviceId: TypeAlias = device_names.DeviceId
 """A device: an ordinal of this process, ``cuda:0``, a framework's object, or a UUID or the beginning of one."""
 
 Plan = Mapping[str, DeviceId]
-"""The device of each tensor, by the tensor's name."""
+"""The device of each tensor, by names of tensors and shell patterns of names; see :func:`resolve_plan`."""
 
 D = TypeVar("D")
 
@@ -142,9 +142,9 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
 
     Args:
         driver: this process's.
-        layout: the plan names every tensor of it.
+        layout: the plan has a device for every tensor of it.
         devices: by default those of the plan, in its order, or the first one.
-        plan: by default each allocation is on all devices.
+        plan: of names and shell patterns; by default each allocation is on all devices.
 
     Raises:
         NotFound: no such device.
@@ -160,7 +160,8 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
         return Placed(uuids, None)
     if unknown := next((uuid for uuid in places.values() if uuid not in uuids), None):
         raise Invalid(f"the plan places tensors on {label(find(driver, unknown))}, which `devices` does not name")
-    return Placed(uuids, tuple(map(uuids.index, layout.spread(places))))
+    homes = layout.spread(resolve_plan(places, (tensor.name for tensor in layout.tensors)))
+    return Placed(uuids, tuple(map(uuids.index, homes)))
 
 
 def find_plan(driver: Driver, plan: Plan) -> dict[str, str]:

@@ -199,6 +199,19 @@ def test_a_plan_says_which_devices_there_are_by_number_or_uuid(client: Broker, n
             assert packed.layout == Layout.pack(TENSORS, groups={"a": 1, "b": 0, "c": 1, "none": 0})
 
 
+def test_a_plan_of_a_create_has_patterns_as_that_of_a_load(client: Broker, name: str) -> None:
+    plan = {"b": 0, "[ac]": "cuda:1", "*": 0}
+    for layout in (SHARDED, TENSORS, iter(TENSORS), {key: (dtype, shape) for key, dtype, shape in TENSORS}):
+        with client.create(name, layout, plan=plan) as draft:
+            assert draft.layout == Layout.pack(TENSORS, groups={"a": 1, "b": 0, "c": 1, "none": 0})
+            assert [(shard.device.index, list(shard)) for shard in draft.replicas] == [
+                (0, ["b", "none"]),
+                (1, ["a", "c"]),
+            ]
+    with pytest.raises(Invalid, match="the plan has no device for tensor 'none'"):
+        client.create(name, TENSORS, plan={"[abc]": 0})
+
+
 def test_a_sharded_draft_that_is_left_leaves_nothing(client: Broker, name: str) -> None:
     with client.create(name, SHARDED, devices=(1, 0), plan=PLAN) as draft:
         assert [shard.device.index for shard in draft.replicas] == [1, 0]
@@ -212,8 +225,9 @@ def test_a_sharded_draft_that_is_left_leaves_nothing(client: Broker, name: str) 
     [
         (LAYOUT, (0, 1), {"weight": 0, "bias": 1, "scale": 0, "none": 0}, r"share allocation 0; .*groups="),
         (SHARDED, (0,), PLAN, r"tensors on device 1 \(.*\), which `devices` does not name"),
-        (SHARDED, (0, 1), {"a": 0, "b": 1, "c": 0}, "nothing says where tensor 'none' belongs"),
-        (SHARDED, (0, 1), {**PLAN, "d": 0}, "the layout has no tensor 'd'"),
+        (SHARDED, (0, 1), {"a": 0, "b": 1, "c": 0}, r"the plan has no device for tensor 'none'; .* '\*' as the last"),
+        (SHARDED, (0, 1), {**PLAN, "d": 0}, "the plan's 'd' is no tensor's name and matches none"),
+        (SHARDED, (0, 1), {"b": 1, "*": 1, "a": 0}, r"share allocation 0; .*groups="),
         (SHARDED, (0, 1), dict.fromkeys(PLAN, 0), "puts nothing on"),
     ],
 )
