@@ -338,7 +338,7 @@ class Broker:
     async def create(self, name: str, layout: Layout | Tensors, **options: Any) -> Draft:
         """See :meth:`cubroker.Broker.create`."""
         options = _by_uuid(self.driver, options)
-        await self._use(_places(options.get("devices"), options.get("plan")))
+        await self._use(local.chosen(options.get("devices"), options.get("plan")))
         return Draft(await awaited(BlockingBroker.create, self.blocking, name, layout, **options))
 
     @typed_as(BlockingBroker.attach_or_create)
@@ -346,7 +346,7 @@ class Broker:
         """See :meth:`cubroker.Broker.attach_or_create`."""
         options = _by_uuid(self.driver, options)
         device, devices, plan = map(options.get, ("device", "devices", "plan"))
-        await self._use(_places(devices, plan) if device is None else (device, *_places(devices, plan or {})))
+        await self._use(local.chosen(devices, plan) if device is None else (device, *local.chosen(devices, plan or {})))
         found = await awaited(BlockingBroker.attach_or_create, self.blocking, name, layout, **options)
         return Draft(found) if isinstance(found, draft.Draft) else Pool(found)
 
@@ -435,8 +435,8 @@ def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:
     device, devices, plan = map(options.get, ("device", "devices", "plan"))
     if device is not None:
         named["device"] = local.find(driver, device).uuid
-    if devices is not None and not isinstance(devices, str):
-        named["devices"] = tuple(local.find(driver, each).uuid for each in devices)
+    if devices is not None:
+        named["devices"] = tuple(local.find(driver, each).uuid for each in local.chosen(devices, None))
     if plan is not None:
         named["plan"] = local.find_plan(driver, plan)
     return named
@@ -451,10 +451,3 @@ async def _until_served(attempt: Callable[[], T], wait: float) -> T:
         except (NotServing, Denied) as error:
             pause = patience.pause(error)
         await asyncio.sleep(pause)
-
-
-def _places(devices: Sequence[DeviceId] | None, plan: Plan | None) -> tuple[DeviceId, ...]:
-    """Return the devices that a create uses, as :func:`cubroker.client.devices.place` chooses them."""
-    if devices is None:
-        return (0,) if plan is None else tuple(dict.fromkeys(plan.values()))
-    return () if isinstance(devices, str) else tuple(devices)

@@ -620,6 +620,8 @@ class Broker(Reconnecting):
     ) -> messages.Create:
         """Return the request for a draft; or, with ``attach``, for the current version if there is one."""
         fields.check_pool_name(name)
+        if mode is not None and (isinstance(mode, bool) or not isinstance(mode, int)):
+            raise Invalid(f"a mode of {mode!r}, which is no whole number; write it in octal, as in 0o640")
         if mode is not None and not 0 <= mode <= 0o777:
             raise Invalid(f"a mode of {mode}, which is 0o{mode:o}; write it in octal, as in 0o640, from 0 to 0o777")
         if self._session.version < messages.CHOOSES:  # an older broker cannot choose

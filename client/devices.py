@@ -151,11 +151,7 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
         Invalid: the plan does not fit, or there are no devices.
     """
     places = None if plan is None else find_plan(driver, plan)
-    if devices is None:
-        devices = (0,) if places is None else tuple(dict.fromkeys(places.values()))
-    if not devices or isinstance(devices, str):  # the letters of a UUID are no devices
-        raise Invalid(f"{devices!r} is no list of devices to create on; name at least one")
-    uuids = tuple(find(driver, device).uuid for device in devices)
+    uuids = tuple(find(driver, device).uuid for device in chosen(devices, places))
     if places is None:
         return Placed(uuids, None)
     if unknown := next((uuid for uuid in places.values() if uuid not in uuids), None):
@@ -164,8 +160,33 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
     return Placed(uuids, tuple(map(uuids.index, homes)))
 
 
+def chosen(devices: Sequence[DeviceId] | None, plan: Plan | None) -> tuple[DeviceId, ...]:
+    """Return the devices of a create: by default those of its plan, in the order of that, or the first one.
+
+    Raises:
+        Invalid: ``devices`` is no list, or empty; or ``plan`` is no mapping.
+    """
+    if devices is None:
+        return (0,) if plan is None else tuple(dict.fromkeys(_mapping(plan).values()))
+    if isinstance(devices, str) or not isinstance(devices, Iterable) or not (named := tuple(devices)):
+        raise Invalid(f"{devices!r} is no list of devices to create on; name at least one")  # nor are a UUID's letters
+    return named
+
+
+def _mapping(plan: Plan) -> Plan:
+    if not isinstance(plan, Mapping):
+        raise Invalid(f"{plan!r} is no plan: pass a mapping of names of tensors, or of patterns, to devices")
+    return plan
+
+
 def find_plan(driver: Driver, plan: Plan) -> dict[str, str]:
-    """Return a plan with devices by UUID; in ``plan`` a device may have several names. Raises ``NotFound``."""
+    """Return a plan with devices by UUID; in ``plan`` a device may have several names.
+
+    Raises:
+        NotFound: no such device.
+        Invalid: it is no mapping.
+    """
+    plan = _mapping(plan)
     uuids = {device: find(driver, device).uuid for device in dict.fromkeys(plan.values())}
     return {name: uuids[device] for name, device in plan.items()}
 

@@ -11,7 +11,7 @@ from functools import partial
 from threading import Event
 
 from cubroker.client.broker import Broker, Owner, uids
-from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, chosen, context, doing, find_plan, resolve_plan
 from cubroker.client.digests import need
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
@@ -93,7 +93,7 @@ def load(
     began = time.perf_counter()
     if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests
         need(broker._session, name)
-    first = next(iter(devices or (plan or {}).values()), 0)  # `ask` below refuses anything that is not a device
+    first = next(iter(chosen(devices, plan)), 0)  # `ask` below refuses anything that is not a device
     with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:
         if not if_absent:  # with `if_absent` another process may load, so that this one has nothing to make ready
             copy.begin()

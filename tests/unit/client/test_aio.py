@@ -177,8 +177,12 @@ def test_a_draft_that_is_left_without_a_seal_is_discarded(client: BlockingBroker
             async with await broker.create(name, LAYOUT, plan=dict.fromkeys((spec.name for spec in LAYOUT.tensors), 0)):
                 pass
             assert await broker.pools() == ()
-            with pytest.raises(Invalid, match="no list of devices"):
-                await broker.create(name, LAYOUT, devices="0")
+            for create in (broker.create, broker.attach_or_create):
+                for devices in ("0", 1, ()):
+                    with pytest.raises(Invalid, match="no list of devices"):
+                        await create(name, LAYOUT, devices=devices)
+                with pytest.raises(Invalid, match="is no plan"):
+                    await create(name, LAYOUT, plan=0)
 
     run(main())
 

@@ -234,6 +234,10 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
         (lambda broker: broker.create("x", LAYOUT, devices="GPU-1"), Invalid, "'GPU-1' is no list of devices"),
         (lambda broker: broker.attach_or_create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
+        (lambda broker: broker.create("x", LAYOUT, devices=1), Invalid, "1 is no list of devices"),
+        (lambda broker: broker.publish("x", {"a": b"1"}, devices=1), Invalid, "1 is no list of devices"),
+        (lambda broker: broker.create("x", LAYOUT, plan=1), Invalid, "1 is no plan: .* a mapping of names"),
+        (lambda broker: broker.publish("x", {"a": b"1"}, plan=["*"]), Invalid, r"\['\*'\] is no plan: "),
         (lambda broker: broker.create("x", Layout.pack([("a", "U8", (1 << 30,))])), OverBudget, "budget"),
         (lambda broker: broker.describe("x"), NotFound, "x"),
         (lambda broker: broker.retire("x", version=3), NotFound, "x"),
@@ -337,6 +341,9 @@ def test_a_broker_that_is_dropped_leaves_its_pools_alone(client: Broker, name: s
 def test_a_mode_is_the_pools_and_one_that_cannot_be_is_refused(client: Broker, name: str) -> None:
     with pytest.raises(Invalid, match=r"a mode of 640, which is 0o1200; .* as in 0o640"):
         client.create(name, LAYOUT, mode=640)
+    for mode in ("640", 640.0, True):
+        with pytest.raises(Invalid, match=f"a mode of {mode!r}, which is no whole number; .* as in 0o640"):
+            client.create(name, LAYOUT, mode=mode)
     with client.attach_or_create(name, LAYOUT, mode=0o604) as draft:
         assert isinstance(draft, Draft)
         draft.seal()

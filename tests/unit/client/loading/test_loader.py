@@ -115,6 +115,8 @@ def test_a_plan_that_does_not_fit_leaves_no_draft(client: Broker, path: Path, na
         (Invalid, "matches none", {"plan": {"*": 0, "larger*": 1}}),
         (NotFound, "sees no device 7", {"plan": {"*": 7}}),
         (Invalid, "which `devices` does not name", {"plan": {"*": 1}, "devices": [0]}),
+        (Invalid, "'[*]' is no plan", {"plan": "*"}),
+        (Invalid, "1 is no list of devices", {"devices": 1}),
         (Invalid, "sharded and multicast", {"plan": {"*": 1}, "share": "multicast"}),
     ]
     for error, says, options in attempts:
