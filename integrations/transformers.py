@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
 from cubroker.client.broker import Broker
@@ -25,6 +26,9 @@ except ImportError as error:
     ) from error
 
 Model = TypeVar("Model", bound=nn.Module)
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The types that a model can be made in, which for torch are those that can be its default."""
 
 GENERATION = "generation_config.json"
 """The file with a generation config."""
@@ -61,7 +65,9 @@ def from_pool(
         model, tokenizer = from_pool("llama", "/models/llama", device=0)
 
     It reads the configuration, the generation config and the tokenizer from the folder. It neither reads nor copies the
-    weights: the pool was loaded by ``cubroker load``, published from a model, or is a runtime pool.
+    weights: the pool was loaded by ``cubroker load``, published from a model, or is a runtime pool. If none of the
+    weights has the dtype that the configuration names, the model is made in that of the weights, as by
+    ``from_pretrained(..., dtype=...)``: buffers that are computed, and ``model.config.dtype``, have it too.
 
     Args:
         name: the pool.
@@ -87,7 +93,7 @@ def from_pool(
         broker = broker or stack.enter_context(Broker())
         pool = stack.enter_context(broker.attach(name, version=version, device=device, wait=wait))
         with torch.device("meta"):
-            model = _made(config, auto, trust_remote_code=trust_remote_code)
+            model = _made(_in_dtype_of(pool, config), auto, trust_remote_code=trust_remote_code)
         if runtime_pools.MANIFEST in pool:
             runtime_pools.bind(model, pool, strict=strict).requires_grad_(False).eval()
         else:
@@ -110,8 +116,23 @@ def _configuration(config: Any, *, trust_remote_code: bool) -> tuple[Any, str]:
         raise NotFound(f"no configuration of a model in {source!r}: {error}") from error
 
 
+def _in_dtype_of(pool: Pool, config: Any) -> Any:
+    """Return a configuration with the dtype of the weights; the given one, unless its dtype is none of theirs.
+
+    As in ``from_pretrained`` for a checkpoint whose configuration names none, the first floating dtype counts.
+    """
+    stored = [FLOATS[spec.dtype] for spec in pool.layout.tensors if spec.dtype in FLOATS]
+    key = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # before transformers 4.56
+    named = getattr(config, key)
+    if not stored or named in stored or named in [str(dtype).removeprefix("torch.") for dtype in set(stored)]:
+        return config
+    config = deepcopy(config)  # it may be the caller's
+    setattr(config, key, stored[0])
+    return config
+
+
 def _made(config: Any, auto: Any, *, trust_remote_code: bool) -> Any:
-    """Make a model from a configuration, with its dtype, which computed buffers need as well as parameters.
+    """Make a model from a configuration, with the dtype of that, which computed buffers need as well as parameters.
 
     ``_from_config`` is what ``from_config`` of the auto classes calls. A class alone makes models of torch's default
     dtype.

@@ -293,22 +293,33 @@ def test_a_model_and_its_tokenizer_come_from_a_pool_and_a_folder_without_weights
 
 
 @pytest.mark.slow
-def test_buffers_that_are_computed_have_the_dtype_of_the_configuration(
+def test_buffers_that_are_computed_have_the_dtype_of_the_configuration_or_of_the_weights(
     client: Broker, name: str, tmp_path: Path
 ) -> None:
-    """M2M100 adds such a buffer to its activations: in F32 the next layer, which is BF16, refuses the sum."""
+    """M2M100 adds such a buffer to its activations: if it is F32, the next layer, which is BF16, refuses the sum.
+
+    Weights of another dtype than the configuration's are a model as from_pretrained makes it with ``dtype=``.
+    """
     config = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99}
     made("M2M100ForConditionalGeneration", config | heads).to(torch.bfloat16).save_pretrained(tmp_path)
     load(client, name, [tmp_path])
-    expected = transformers.M2M100ForConditionalGeneration.from_pretrained(tmp_path, torch_dtype="auto").eval()
+    given = transformers.AutoConfig.from_pretrained(tmp_path)
     tokens = torch.arange(24).reshape(2, 12)
-    for auto in (None, transformers.M2M100ForConditionalGeneration, transformers.AutoModelForSeq2SeqLM):
-        model, _ = from_pool(name, tmp_path, broker=client, auto=auto)
-        with torch.no_grad():
-            ours, theirs = (each(tokens, decoder_input_ids=tokens)[0] for each in (model, expected))
-            assert torch.equal(ours, theirs)
-        model = None
+    for dtype in (torch.bfloat16, torch.float32):
+        kind = transformers.M2M100ForConditionalGeneration
+        expected = kind.from_pretrained(tmp_path, torch_dtype=dtype).eval()
+        client.publish(name, expected)
+        for auto in (None, kind, transformers.AutoModelForSeq2SeqLM):
+            for config in (tmp_path, given):
+                model, _ = from_pool(name, config, broker=client, auto=auto)
+                with torch.no_grad():
+                    ours, theirs = (each(tokens, decoder_input_ids=tokens)[0] for each in (model, expected))
+                    assert torch.equal(ours, theirs)
+                assert {buffer.dtype for buffer in model.buffers()} == {buffer.dtype for buffer in expected.buffers()}
+                assert model.config.dtype == dtype
+                assert given.dtype == torch.bfloat16
+                model = None
 
 
 def test_a_runtime_pool_of_a_model_serves_as_well(client: Broker, name: str, llama: Path) -> None:
