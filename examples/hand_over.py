@@ -6,6 +6,9 @@ python examples/hand_over.py consume
 
 Two events keep them apart: the producer records `full`, the consumer, when it has read, `empty`. On a GPU both would
 pass their streams to `record` and `wait`, and never wait for the device themselves.
+
+A producer that is killed leaves its pool, but its event ends with it: a consumer that finds no event waits for the pool
+of the next producer.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import sys
 
 import numpy as np
 
-from cubroker import Broker, Layout, Unavailable
+from cubroker import Broker, Layout, Pool, TimedOut, Unavailable
+from cubroker.client import SharedEvent
 
 NAME = "examples/scratch"
 ROUNDS = 5
@@ -34,21 +38,29 @@ def produce() -> None:
 
 
 def consume() -> None:
-    with (
-        Broker() as broker,
-        broker.attach(NAME, wait=60) as pool,
-        pool.event("empty") as empty,
-        pool.open_event("full", wait=60) as full,
-    ):
-        while True:
-            try:
-                generation = full.wait()
-            except Unavailable as error:  # the producer is done, or dead
-                print(error)
+    with Broker() as broker, broker.follow(NAME, timeout=60) as versions:
+        for _ in versions:
+            with broker.attach(NAME) as pool, pool.event("empty") as empty:
+                try:
+                    full = pool.open_event("full", wait=5)
+                except TimedOut:
+                    print(f"{NAME}@{pool.version} has no producer", flush=True)
+                    continue
+                with full:
+                    read(pool, full, empty)
                 break
-            activations = np.frombuffer(pool["activations"].tobytes(), np.float32)
-            print(f"generation {generation}: mean {activations.mean():.1f}", flush=True)
-            empty.record()
+
+
+def read(pool: Pool, full: SharedEvent, empty: SharedEvent) -> None:
+    while True:
+        try:
+            generation = full.wait()
+        except Unavailable as error:  # the producer is done, or dead
+            print(error)
+            break
+        activations = np.frombuffer(pool["activations"].tobytes(), np.float32)
+        print(f"generation {generation}: mean {activations.mean():.1f}", flush=True)
+        empty.record()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -55,10 +56,10 @@ def start(lender: BrokerProcess, example: str, *arguments: str) -> subprocess.Po
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def output(process: subprocess.Popen[str]) -> str:
+def output(process: subprocess.Popen[str], status: int = 0) -> str:
     with process:
         out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0
+        assert process.returncode == status
         return out
 
 
@@ -105,7 +106,27 @@ def test_scratch_memory_is_handed_over_and_back(lender: BrokerProcess, client: B
     assert output(produces) == ""
     *rounds, end = output(consumes).splitlines()
     assert rounds == [f"generation {number}: mean {number}.0" for number in range(1, 6)]
-    assert "event 'full' of examples/scratch@1 ended at generation 5: session" in end
+    assert re.search("event .full. of examples/scratch@[0-9]+ ended at generation 5: session", end)
+
+
+@pytest.mark.slow
+def test_the_pool_of_a_producer_that_was_killed_does_not_keep_a_consumer(lender: BrokerProcess, client: Broker) -> None:
+    pool = "examples/scratch"
+    killed = start(lender, "hand_over.py", "produce")
+    eventually(
+        lambda: any(each.state == "current" and each.leases for each in client.pools()), "the producer to attach"
+    )
+    version = client.describe(pool)[0].version
+    killed.kill()
+    assert output(killed, -signal.SIGKILL) == ""
+    eventually(lambda: leases(client, pool) == 0, "the end of its lease")
+    consumes = start(lender, "hand_over.py", "consume")
+    eventually(lambda: leases(client, pool) == 1, "the consumer to attach")
+    assert output(start(lender, "hand_over.py", "produce")) == ""
+    stale, *rounds, end = output(consumes).splitlines()
+    assert stale == f"{pool}@{version} has no producer"
+    assert rounds == [f"generation {number}: mean {number}.0" for number in range(1, 6)]
+    assert f"event 'full' of {pool}@{version + 1} ended at generation 5: session" in end
 
 
 @pytest.mark.slow
