@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Generic, ParamSpec, Self, TypeVar, cast
 
@@ -20,6 +19,11 @@ from cubroker.client.fork_guard import OwnerProcess
 from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.requests import Future
 from cubroker.protocol.errors import Unavailable
+
+try:
+    from concurrent.futures import ThreadPoolExecutor
+except RuntimeError as error:  # it cannot be imported for the first time while the interpreter exits
+    raise Unavailable(f"no threads to work in: {error}; {zmq_preflight.thread_limits()}") from error
 
 REPORT_SECONDS = 0.1
 """Seconds between reports of progress."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
-from threading import Lock, RLock, Thread, get_native_id
+from threading import Lock, RLock, Thread, get_native_id, main_thread
 
 DESCRIPTORS = 8
 """Descriptors that libzmq opens for a context and its connection, and one more."""
@@ -131,7 +131,9 @@ def try_memory(stacks: int) -> None:
 
 
 def thread_limits() -> str:
-    """Say which limits may keep this process from starting a thread."""
+    """Say what keeps this process from starting a thread: its own exit, or one of the limits."""
+    if not main_thread().is_alive():  # hooks of `atexit` run
+        return "the interpreter is exiting, and starts no threads any more: do this before its exit"
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     count = "sets no limit" if limit == resource.RLIM_INFINITY else f"is {limit}, for all threads of the user"
     return (

@@ -97,6 +97,38 @@ def test_what_is_closed_after_the_exit_hooks_returns_at_once(client: Broker, len
     assert (done.returncode, done.stdout, done.stderr) == (0, "Unavailable\nclosed\n", "")
 
 
+@pytest.mark.parametrize("before", ["", "publish()"])
+def test_a_publication_at_the_interpreters_exit_is_refused_with_that_reason(
+    lender: BrokerProcess, client: Broker, name: str, before: str
+) -> None:
+    """In an interpreter of its own, which has imported nothing before."""
+    program = f"""
+import atexit, sys
+from cubroker import Broker, Unavailable
+directory, name = sys.argv[1:]
+
+def publish():
+    return broker.publish(name, {{"x": b"1"}})
+
+def late():
+    try:
+        publish()
+    except Unavailable as error:
+        print(error)
+    print(*(pool.name for pool in broker.pools()))
+    broker.close()
+
+broker = Broker(directory)
+{before}
+atexit.register(late)
+"""
+    command = [sys.executable, "-c", program, str(lender.directory), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    refusal, pools = done.stdout.splitlines()
+    assert re.search("after .*shutdown; the interpreter is exiting, .*: do this before its exit$", refusal)
+    assert (pools, done.stderr) == (name if before else "", "")
+
+
 def test_sessions_may_come_and_go_while_the_interpreter_exits(lender: BrokerProcess) -> None:
     program = """
     from cubroker.client import session as sessions
