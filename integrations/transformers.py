@@ -204,7 +204,8 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
     Parameters have the pool's dtypes, not the model's. Parameters that the model ties to each other stay tied, unless
     the pool has different values for them, or the same in two dtypes or on two devices. Buffers that checkpoints lack
     (rotary frequencies, position ids) are computed by the model's own ``_init_weights``, as ``from_pretrained`` does
-    it. Afterwards the model is in evaluation mode and no parameter requires a gradient: shared weights are not trained.
+    it; so are parameters that the model neither trains nor expects in checkpoints (the positions of ``MarianMTModel``).
+    Afterwards the model is in evaluation mode and no parameter requires a gradient: shared weights are not trained.
 
     Args:
         model: a model made under ``torch.device("meta")``; it is changed in place, also if this fails.
@@ -220,7 +221,7 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
     """
     state = _prefixed(model, state_dict(pool))
     twins = _complete_twins(model, state)
-    _rebuild_buffers(model, next(iter(state.values())).device if state else torch.device("cpu"))
+    _compute_absent(model, state, next(iter(state.values())).device if state else torch.device("cpu"))
     model.requires_grad_(False)
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
@@ -279,24 +280,38 @@ def _tie(model: nn.Module, twins: list[list[str]]) -> None:
             setattr(model.get_submodule(parent), leaf, parameter)
 
 
-def _rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint has.
+def _compute_absent(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Compute the buffers that no checkpoint has, and the parameters that ``state`` lacks and the model does not train.
 
-    ``_init_weights`` initialises parameters too. This runs while they are on the meta device, so that it cannot reach
-    the shared bytes. It computes on the CPU, as ``from_pretrained`` does, and copies the result in.
+    The latter only if the model says that checkpoints may lack them. ``_init_weights`` initialises other parameters
+    too. This runs while they are on the meta device, so that it cannot reach the shared bytes. It computes on the CPU,
+    as ``from_pretrained`` does, and copies the result in.
     """
+    untrained = {name for name, each in model.named_parameters() if not each.requires_grad and name not in state}
+    needed = set(_without(sorted(untrained), getattr(model, "_keys_to_ignore_on_load_missing", None)))
+    fixed = {id(model.get_parameter(name)) for name in untrained - needed}
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         for owner, module in _owned(model, None):
-            lost = {name: buffer for name, buffer in _non_persistent(module) if buffer.is_meta}
+            constants = [(name, each) for name, each in module.named_parameters(recurse=False) if id(each) in fixed]
+            lost = {name: each for name, each in (*_non_persistent(module), *constants) if each.is_meta}
             if not lost:
                 continue
-            made = {name: torch.empty_like(buffer, device=device) for name, buffer in lost.items()}
-            module._buffers.update(made)
+            made = {name: _empty_like(each, device) for name, each in lost.items()}
+            _set(module, made)
             owner._init_weights(module)
-            # A buffer that was neither written to nor replaced has no value: back to meta, to be reported.
-            for name, buffer in made.items():
-                if module._buffers[name] is buffer and buffer._version == 0:
-                    module._buffers[name] = lost[name]
+            # One that was neither written to nor replaced has no value: back to meta, to be reported.
+            left = [name for name, each in made.items() if getattr(module, name) is each and each._version == 0]
+            _set(module, {name: lost[name] for name in left})
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_like(tensor, device=device)
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def _set(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        setattr(module, name, tensor)
 
 
 def _owned(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module]]:

@@ -171,12 +171,33 @@ def test_another_shape_is_refused(client: Broker, tmp_path: Path) -> None:
             attach_model(empty("GPT2LMHeadModel", other), pool)
 
 
+@pytest.mark.slow
+def test_parameters_that_checkpoints_lack_are_computed(client: Broker, tmp_path: Path) -> None:
+    """Positions of Marian, which are sines, are parameters that it neither trains nor saves."""
+    config = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99, "pad_token_id": 0}
+    kind = transformers.MarianMTModel
+    original = made("MarianMTModel", config | heads).to(torch.bfloat16)
+    tokens = torch.arange(24).reshape(2, 12)
+    with share(client, original, tmp_path) as pool:
+        assert not any("embed_positions" in name for name in pool)
+        expected = kind.from_pretrained(tmp_path, torch_dtype=torch.bfloat16).eval()
+        model, _ = from_pool("m", tmp_path, broker=client)
+        with torch.no_grad():
+            theirs = expected(tokens, decoder_input_ids=tokens).logits
+            assert torch.equal(model(tokens, decoder_input_ids=tokens).logits, theirs)
+        model = None
+
+
 class Frozen(nn.Module):
-    """A module whose buffer nothing can compute again."""
+    """A module whose buffer, and whose parameter that is not trained, nothing can compute again."""
+
+    _keys_to_ignore_on_load_missing = ("fixed",)
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3))
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("table", torch.arange(3.0), persistent=False)
         self.register_buffer("unused", None, persistent=False)
         self.scale = torch.ones(())
@@ -184,7 +205,7 @@ class Frozen(nn.Module):
 
 class Forgetful(Frozen):
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the buffer as it is."""
+        """Leave both as they are."""
 
 
 @pytest.mark.parametrize("kind", [Frozen, Forgetful])
@@ -194,7 +215,9 @@ def test_what_nobody_computes_again_is_named(client: Broker, tmp_path: Path, kin
     with client.attach("m") as pool:
         with torch.device("meta"):
             model = kind()
-        with pytest.raises(Invalid, match=rf"'scale', 'table' of {kind.__name__} would stay on the meta device"):
+        with pytest.raises(
+            Invalid, match=rf"'scale', 'fixed', 'table' of {kind.__name__} would stay on the meta device"
+        ):
             attach_model(model, pool)
         ready = kind()
         assert torch.equal(attach_model(ready, pool).weight, torch.ones(3))
