@@ -245,8 +245,9 @@ class SharedEvent(NotPicklable, Closeable):
         if not self.mine:
             raise Invalid(f"{self._label} can be recorded only by the process that made it; make another event here")
         self._session.check_may_wait()
+        handle = _stream(stream)
         with self._recording:
-            self._use(lambda event: event.record(_stream(stream)), "recording")
+            self._use(lambda event: event.record(handle), "recording")
             future = self._session.requests.submit(Recorded(self._number))
         return expect((yield from self._session.wait(future, "Recorded", 0.0)), Generation).generation
 
@@ -273,18 +274,19 @@ class SharedEvent(NotPicklable, Closeable):
         """
         self._owner.check()
         since = self._seen if after is None else after
-        if not 0 <= since <= MAX_EXTENT:
-            raise Invalid(f"cannot wait for a generation after {since}: generations are 0 to {MAX_EXTENT}")
+        if not (isinstance(since, int) and 0 <= since <= MAX_EXTENT):
+            raise Invalid(f"cannot wait for a generation after {since!r}: generations are 0 to {MAX_EXTENT}")
         timeout = seconds(timeout, "timeout")
+        handle = None if stream is None else _stream(stream)
         if self.closed:
             raise self._closed()
         deadline = time.monotonic() + timeout
         body = AwaitEvent(self.pool.lease, self._number, since, timeout)
         generation = (yield from self._waits.ask(body, Generation)).generation
-        if stream is None:
+        if handle is None:
             yield from self._finish(generation, deadline)
         else:
-            self._use(lambda event: event.hold(_stream(stream)), "waiting for")
+            self._use(lambda event: event.hold(handle), "waiting for")
         self._seen = max(self._seen, generation)
         return generation
 
@@ -415,4 +417,10 @@ class Events:
 
 
 def _stream(stream: Stream | int) -> int:
-    return stream.handle if isinstance(stream, Stream) else stream
+    """Return the handle of a stream; bindings of CUDA have objects that are one by their ``__int__``."""
+    if isinstance(stream, Stream):
+        return stream.handle
+    handle = int(stream) if hasattr(stream, "__int__") else -1
+    if not 0 <= handle < 1 << 64:
+        raise Invalid(f"{stream!r} is no stream: pass a Stream, or a handle, such as torch.cuda.Stream.cuda_stream")
+    return handle

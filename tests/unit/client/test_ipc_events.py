@@ -283,9 +283,15 @@ def test_names_are_unique_and_free_again(client: Broker, pool: Pool) -> None:
 
 def test_numbers_that_make_no_sense_are_refused(pool: Pool) -> None:
     with pool.event("ready") as event:
-        for generation in (-1, 1 << 60):
-            with pytest.raises(Invalid, match=f"a generation after {generation}: generations are 0 to"):
+        generations: tuple[Any, ...] = (-1, 1 << 60, "3", 1.0)
+        for generation in generations:
+            with pytest.raises(Invalid, match=f"a generation after {generation!r}: generations are 0 to"):
                 event.wait(after=generation)
+        streams: tuple[Any, ...] = ("3", -1, 1 << 64, object())
+        for stream in streams:
+            for call in (event.record, event.wait):  # before it waits
+                with pytest.raises(Invalid, match="is no stream: pass a Stream, or a handle"):
+                    call(stream)
         limits: tuple[Any, ...] = (-1.0, float("nan"), None, "3")
         for limit in limits:
             with pytest.raises(Invalid, match=f"a timeout of {limit!r} seconds; it can be 0 to 604800"):
