@@ -93,6 +93,9 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
         self._follower = Follower(name, live, owners)
         self._follower.start(self)
 
+    def __repr__(self) -> str:
+        return f"<Follow of {self.name!r}{', closed' * self._closed}>"
+
     def __iter__(self) -> Follow:
         return self
 

@@ -121,6 +121,9 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
         self._seen: int | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<Watch of {self.name!r}{', closed' * self._closed}>"
+
     def __next__(self) -> int | None:
         return self.next()
 

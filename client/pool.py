@@ -74,6 +74,10 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         whole = len(self.allocations) == len(index.layout.allocations)
         self._index = index if whole else TensorIndex(index.layout, self._place)
 
+    def __repr__(self) -> str:
+        devices = " and ".join(str(device.index) for device in self.devices)
+        return f"<Replica of {self._label} on device {devices}, {len(self)} tensors>"
+
     @property
     def layout(self) -> Layout:
         """The layout of the whole version, on this and other devices; can be passed to ``Broker.create``."""

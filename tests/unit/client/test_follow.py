@@ -167,6 +167,7 @@ def test_a_timeout_must_be_some_time(client: Broker, name: str, timeout: float) 
         client.follow(name, timeout=timeout)
     with client.follow(name) as follow, pytest.raises(Invalid, match="timeout of"):
         follow.next(timeout)
+    assert repr(follow) == f"<Follow of {name!r}, closed>"
 
 
 def test_a_name_that_no_pool_can_have_is_not_followed(client: Broker) -> None:

@@ -117,6 +117,8 @@ def publish_sharded(client: Broker, name: str) -> None:
         assert [tensor.device.index for tensor in draft.values()] == [0, 1, 0, 1]
         assert [list(shard) for shard in draft.replicas] == [["a", "c"], ["b", "none"]]
         assert [shard.device.index for shard in draft.replicas] == [0, 1]
+        label = f"draft of pool {name!r} version {draft.version}"
+        assert repr(draft.replicas[1]) == f"<Replica of {label} on device 1, 2 tensors>"
         for tensor in draft.values():
             tensor.copy_from_bytes(content(tensor.name, tensor.nbytes))
         draft.seal()

@@ -132,6 +132,7 @@ def test_a_timeout_of_a_watch_must_be_some_time(client: Broker, name: str, timeo
         client.watch(name, timeout=timeout)
     with client.watch(name) as watch, pytest.raises(Invalid, match="timeout of"):
         watch.next(timeout)
+    assert repr(watch) == f"<Watch of {name!r}, closed>"
 
 
 # -- the end of versions -------------------------------------------------------------------------------
