@@ -22,7 +22,7 @@ from cubroker.client.session import Reconnecting
 from cubroker.client.transport.requests import Steps, beside, blocking, expect, run, seconds, version_number
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired, Unsupported
-from cubroker.protocol.layout import Layout, TensorIndex, Tensors
+from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples
 from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
 if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
@@ -599,9 +599,9 @@ class Broker(Reconnecting):
         if isinstance(layout, Layout):
             layout.check()
         else:
-            tensors = layout if isinstance(layout, Mapping) else tuple(layout)
-            names = tensors if isinstance(tensors, Mapping) else [name for name, *_ in tensors]
-            layout = Layout.pack(tensors, groups=None if places is None else local.resolve_plan(places, names))
+            tensors = tuple(triples(layout))
+            groups = None if places is None else local.resolve_plan(places, (name for name, *_ in tensors))
+            layout = Layout.pack(tensors, groups=groups)
         return layout, place(self.driver, layout, devices, places)
 
     def _creation(

@@ -7,11 +7,11 @@ every reader, so an attach encodes nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from operator import index
-from typing import Annotated, NamedTuple, Self, SupportsIndex, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -103,14 +103,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
             raise Invalid(
                 f"a slab of {slab} bytes is less than the alignment of a tensor, {ALIGNMENT}; use larger ones"
             )
-        if isinstance(tensors, Mapping):
-            tensors = ((name, dtype, shape) for name, (dtype, shape) in tensors.items())
         placed: list[TensorSpec] = []
         sizes: list[int] = []
         last: dict[Hashable, int] = {}  # the allocation that each group fills now
         ties = tied or {}
         firsts: dict[str, tuple[TensorSpec, Hashable]] = {}
-        for name, given, dimensions in tensors:
+        for name, given, dimensions in triples(tensors):
             dtype, shape = _form(name, given, dimensions)
             size = round_up(_nbytes(name, dtype, shape), ALIGNMENT)
             group = None if groups is None else _group(groups, name)
@@ -381,6 +379,29 @@ def _group(groups: Mapping[str, Group], name: str) -> Group:
         return groups[name]
     except KeyError:
         raise Invalid(f"nothing says where tensor {name!r} belongs; name the group of every tensor") from None
+
+
+def triples(tensors: Tensors) -> Iterator[tuple[str, object, Shape]]:
+    """Yield the name, the dtype and the shape of each tensor; raises ``Invalid`` where one has another form."""
+    if isinstance(tensors, Mapping):
+        given: Iterable[Sequence[Any]] = ((name, *_elements(form)) for name, form in tensors.items())
+    else:
+        given = (_elements(each) for each in (tensors if isinstance(tensors, Iterable) else (tensors,)))
+    for number, each in enumerate(given):
+        if len(each) != 3 or not isinstance(each[0], str):
+            what = f"{each[0]!r}" if isinstance(each[0], str) else f"number {number}"
+            raise Invalid(
+                f"tensor {what} of the layout has no name, dtype and shape: pass (name, dtype, shape), or a mapping of"
+                f" names to (dtype, shape); publish() takes tensors as they are, with their elements"
+            )
+        yield each[0], each[1], each[2]
+
+
+def _elements(given: object) -> Sequence[Any]:
+    """Return a sequence as it is, and anything else, such as an array, as the only element of one."""
+    if type(given) is tuple and given:
+        return given
+    return given if isinstance(given, Sequence) and given and not isinstance(given, str | bytes) else (given,)
 
 
 def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, ...]]:
