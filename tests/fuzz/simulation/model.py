@@ -135,7 +135,8 @@ class Model(Facts):
     def simple(self, session: Session, body: m.Request) -> m.Reply:
         match body:
             case m.Close():
-                self.close(self.own(session, body.lease))
+                for name in self.close(self.own(session, body.lease)):
+                    self.announce(name)
                 return m.Done()
             case m.SendDescriptors():
                 return self.send_descriptors(self.own(session, body.lease))
@@ -525,7 +526,8 @@ class Model(Facts):
                 return lease
         raise Refusal("not_found")
 
-    def close(self, lease: Lease) -> None:
+    def close(self, lease: Lease) -> set[str]:
+        """End a lease; return the name of its version if that ended, so that it is to be announced."""
         for request in list(self.requests):
             if request.lease is lease:
                 self.refuse(request, "not_found")
@@ -539,8 +541,7 @@ class Model(Facts):
             self.withdraw(lease.version)
         elif writes:
             self.end(lease.version)
-        if self.end_if_unused(lease.version):
-            self.announce(lease.version.name)
+        return {lease.version.name} if self.end_if_unused(lease.version) else set()
 
     def withdraw(self, draft: Version) -> None:
         """A draft will never be published: its number is used up, and those who may hear that do not wait for it."""
@@ -736,9 +737,9 @@ class Model(Facts):
                 self.leave(request)
         self.watches = [watch for watch in self.watches if watch[0] is not session]
         if gone:
-            for lease in list(self.leases):
-                if lease.session is session:
-                    self.close(lease)
+            held_by_it = [lease for lease in self.leases if lease.session is session]
+            for name in set[str]().union(*map(self.close, held_by_it)):
+                self.announce(name)
             for held in list(self.locks):
                 if held.session is session:
                     locks.release(self, held)
