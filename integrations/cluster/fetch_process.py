@@ -132,7 +132,8 @@ class Fetch:
             event = self._event(min(self._sources.next_due(), max(0.0, deadline - now) or REPORT, tell - now))
             if isinstance(event, Ready) and self._sources.ready(event):
                 return event.opened
-            if not self._sources.asking and (time.monotonic() >= deadline or self._sources.hopeless):
+            over = time.monotonic() >= deadline and not self._sources.untried
+            if not self._sources.asking and (over or self._sources.hopeless):
                 raise self._sources.why()
 
     def _fill(self, broker: Broker, draft: Draft, opened: ExportedVersion, undo: ExitStack) -> int:

@@ -165,14 +165,28 @@ class SourceChoice:
             self._started.append(host.source)
             self._host_of.append(host)
 
+    @property
+    def _by_number(self) -> bool:
+        """Whether the number is all that is known of the version: other hosts give it to other bytes."""
+        return self._content is None and bool(self._order.version)
+
     def _askable(self) -> list[Host]:
-        """Return the hosts that can be asked: at first the leader alone, if there is one."""
-        leading = self._content is None and self._order.leader
-        return [
-            host
-            for host in self._hosts
-            if host.source is None and host.due < inf and (not leading or str(host.address) == self._order.leader)
-        ]
+        """Return the hosts that can be asked: one at a time, as long as one of them has to define the version."""
+        free = [host for host in self._hosts if host.source is None and host.due < inf]
+        if not self._by_number:
+            return free
+        if self._order.leader:
+            return [host for host in free if str(host.address) == self._order.leader]
+        if self.asking:
+            return []
+        # The first one that has it: also if it has no room for a reader yet.
+        first = next((host for host in free if host.error is None or isinstance(host.error, OverQuota)), None)
+        return [first] if first else sorted(free, key=lambda host: host.due)[:1]
+
+    @property
+    def untried(self) -> bool:
+        """Whether no host has defined the version of the wanted number, and one that may do so was not asked yet."""
+        return self._by_number and any(host.error is None for host in self._askable())
 
     def _room(self) -> int:
         """Return how many more hosts to ask."""
@@ -222,9 +236,8 @@ class SourceChoice:
     def _find(self, host: Host, offers: Sequence[Offer]) -> _Wanted | None:
         """Return the version that a host is to open; None: it has none."""
         name, wanted = self._order.name, self._order.version
-        if self._content is None and wanted:
-            if self._order.leader:  # it defines the content of the version, even if it has no room for a reader
-                self._content = next((o.content for o in offers if (o.name, o.version) == (name, wanted)), None)
+        if self._by_number:  # this host defines the content of the version, even if it has no room for a reader
+            self._content = next((o.content for o in offers if (o.name, o.version) == (name, wanted)), None)
             part = any(_partial(offer) for offer in offers if (offer.name, offer.version) == (name, wanted))
             has = any(offer.name == name for offer in offers) and not (part and wanted in host.refused)
             return _Wanted(wanted, partial=part) if has else None
@@ -265,8 +278,6 @@ class SourceChoice:
         room = max(0, self._order.width - len(self._engaged))
         decided = self._decided()
         chosen = by_room({source: each.readers for source, each in decided.items()}, self._chance)
-        if self._order.version and self._content is None:  # the number is the one at the first of the given hosts
-            chosen, room = sorted(chosen, key=lambda source: source.number), min(1, room)
         for source, wanted in self._candidates.items():
             host = self._host(source)
             assert host

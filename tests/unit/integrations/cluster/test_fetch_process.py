@@ -202,6 +202,60 @@ def test_a_version_is_opened_by_its_number_at_the_first_source(hosts: Hosts) -> 
     assert [each.version for each in liar.heard if isinstance(each, Open)] == [7]
 
 
+def full(hosts: Hosts, opened: ExportedVersion, found: bytes | None) -> dict[str, object]:
+    """The answers of a host that has a version, and no room for a reader."""
+    return {"List": Offers((Offer(hosts.name, 7, LAYOUT.nbytes, 2, True, found),), 8, 8), "Open": opened}
+
+
+@pytest.mark.parametrize("late", ["List", "Open"])
+def test_a_number_is_that_of_the_first_source_also_if_that_is_slower_than_others(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    monkeypatch.setattr(loader, "WAIT_TOLD", 0.5)
+    first, waits = hosts.host(version()), threading.Event()
+    hosts.host(version(seed=9))
+    answer = first.answers[late]
+    first.answers[late] = lambda _, send: (waits.wait(), send(frame(answer)))
+    hosts.told = lambda _: waits.set()
+    try:
+        assert hosts.fetch(version=7).sources == (str(first.address),)
+    finally:
+        waits.set()
+    assert hosts.held() == content()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_number_is_that_of_the_first_source_also_if_that_is_full(hosts: Hosts, known: bool) -> None:
+    right = version()
+    first = hosts.host(right)
+    hosts.host(version(seed=9))
+    first.answers |= full(hosts, right, of(right) if known else None)
+    with pytest.raises(OverQuota, match=f"{first.address}: it has as many readers as it allows"):
+        hosts.fetch(version=7)
+    third = hosts.host(right)
+    third.answers["List"] = Offers((Offer(hosts.name, 3, 1, 1, True, of(right)),), 0, 8)
+    if known:
+        assert hosts.fetch(version=7, wait=30.0).sources == (str(third.address),)
+    else:
+        timer = threading.Timer(0.2, lambda: first.opens(right, hosts.name, 7))
+        timer.start()
+        assert str(first.address) in hosts.fetch(version=7, wait=30.0).sources
+        timer.join()
+    assert hosts.held() == content()
+
+
+def test_a_number_is_that_of_the_next_source_if_the_first_has_none(hosts: Hosts) -> None:
+    hosts.host(None, PeerHello=PeerRefusal("denied", "not you"))
+    hosts.host(None, List=Offers((), 0, 8))
+    hosts.host(PeerRefusal("not_found", "it is gone"))
+    last = hosts.host(version())
+    with socket.create_server((HOST, 0)) as server:
+        nobody = f"{HOST}:{server.getsockname()[1]}"
+    assert hosts.fetch(version=7, peers=(nobody, *(str(each.address) for each in hosts.all))).sources == (
+        str(last.address),
+    )
+
+
 def test_a_current_version_will_do_if_absent_and_none_is_asked(hosts: Hosts, directory: Path, name: str) -> None:
     liar = hosts.host(version())
     publish(directory, name, seed=9)
