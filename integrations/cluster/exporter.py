@@ -368,6 +368,8 @@ class Exporter:
         """Send a message; raises ``TimeoutError``, and ends the connection, if the peer does not receive it in time."""
         try:
             async with asyncio.timeout(self._rules.silence), peer.sending:
+                if peer.writer.is_closing():  # asyncio's TLS raises AttributeError if it is closed and then written to
+                    raise ConnectionResetError("it has closed the connection")
                 peer.writer.write(messages.frame(message))
                 await peer.writer.drain()
         except TimeoutError:

@@ -828,6 +828,20 @@ def test_a_broker_that_comes_back_is_found_again(
             assert watching.ask(WatchPool(name), CurrentVersion) == CurrentVersion(1)
 
 
+@pytest.mark.slow
+def test_an_exporter_ends_in_order_while_its_broker_hangs_and_a_peer_has_gone(
+    broker: BrokerProcess, certificates: Certificates
+) -> None:
+    try:
+        with exporting(broker.directory, certificates.host) as serving:
+            os.kill(broker.pid, signal.SIGSTOP)
+            with serving.connect() as connection:
+                connection.say(List())
+            serving.greet()  # by then the exporter has read what came before
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+
+
 def test_without_a_broker_or_an_address_it_does_not_serve(
     directory: Path, certificates: Certificates, tmp_path: Path, name: str
 ) -> None:
