@@ -293,7 +293,7 @@ class Exporter:
 
     async def _end(self) -> None:
         for peer in [*self._peers]:
-            peer.writer.close()
+            _close(peer.writer)
         if self._spare:
             self._spare.cancel()
             with suppress(asyncio.CancelledError, CubrokerError):
@@ -309,8 +309,10 @@ class Exporter:
             return
         peer = _Peer(reader, writer, address, Account("", -1, frozenset()))
         self._peers.add(peer)
+        encrypted = False
         try:
             await writer.start_tls(self._context, ssl_handshake_timeout=GREETING)
+            encrypted = True
             await self._serve(peer)
         except ssl.SSLError as error:
             self._warn("%s is refused: %s", address, getattr(error, "verify_message", "") or error.reason)
@@ -324,12 +326,16 @@ class Exporter:
         except CubrokerError as error:
             log.warning("%s is cut off: %s", peer, error.message)
         finally:
-            self._peers.discard(peer)
             for task in (peer.watch, peer.news):
                 if task:
                     task.cancel()
-            writer.close()
-            await self._release(peer)
+            _close(writer)
+            try:
+                await self._release(peer)
+                if encrypted:  # else it is closed, and asyncio does not tell
+                    await _finish(writer)
+            finally:  # not before: a connection counts as long as it has a descriptor
+                self._peers.discard(peer)
 
     async def _serve(self, peer: _Peer) -> None:
         hello = await self._hear(peer)
@@ -528,17 +534,15 @@ class Exporter:
                 await self._say(peer, Available(said))
                 await asyncio.sleep(messages.NEWS)
         except (TimeoutError, OSError):
-            peer.writer.close()
+            _close(peer.writer)
 
     async def _hang_up(self, peer: _Peer, error: CubrokerError) -> None:
         """Send the error, and end the connection even if the peer does not."""
         try:
             async with asyncio.timeout(HANG_UP):
                 await self._refuse(peer, error)
-                peer.writer.close()
-                await peer.writer.wait_closed()
         finally:
-            _abort(peer.writer)
+            await _finish(peer.writer)
 
     def _progress(self, peer: _Peer, nbytes: int) -> Going:
         now, rules = time.monotonic(), self._rules
@@ -620,7 +624,7 @@ class Exporter:
                     said, when = version, now
         except (CubrokerError, OSError) as error:
             log.info("%s cannot watch %s any longer: %s", peer, name, error)
-            peer.writer.close()  # the peer asks again, here or elsewhere
+            _close(peer.writer)  # the peer asks again, here or elsewhere
 
 
 async def _changes(broker: Broker, name: str) -> AsyncGenerator[None]:
@@ -649,6 +653,23 @@ def _watched(broker: Broker, name: str) -> News | None:
         return broker.watch(name)
     except Denied:
         return None
+
+
+def _close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection once: after a second close, asyncio's TLS ignores :func:`_abort`."""
+    if not writer.is_closing():
+        writer.close()
+
+
+async def _finish(writer: asyncio.StreamWriter) -> None:
+    """End a TLS connection within ``HANG_UP`` seconds, even if the peer does not; asyncio would wait 30 s for it."""
+    _close(writer)
+    abort = asyncio.get_running_loop().call_later(HANG_UP, _abort, writer)
+    try:
+        with suppress(OSError):
+            await asyncio.shield(writer.wait_closed())  # a cancelled wait would cancel the waits of other tasks
+    finally:
+        abort.cancel()
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:

@@ -313,6 +313,21 @@ def test_a_frame_that_is_none_ends_the_connection(
     assert why in caplog.text
 
 
+def test_a_connection_that_the_peer_does_not_end_counts_until_it_is_closed(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "HANG_UP", 0.1)
+    with serving.connect() as connection:
+        eventually(lambda: serving.service.connections == 1, "the connection to be the only one")
+        peer = connection._socket
+        peer.sendall(messages.LENGTH.pack(0))
+        with socket.socket(fileno=peer.detach()) as raw:  # says nothing more: TLS does not answer the end
+            eventually(lambda: not serving.service.connections, "the connection to count no more")
+            raw.setblocking(False)
+            while raw.recv(1000):  # raises BlockingIOError as long as it is open
+                pass
+
+
 @pytest.mark.parametrize(
     "first", [List(), Open("m"), WatchPool("m"), Progress(0)], ids=lambda each: type(each).__name__
 )
