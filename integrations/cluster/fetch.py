@@ -35,6 +35,7 @@ from cubroker.protocol.errors import (
     Unavailable,
     Unsupported,
     from_code,
+    reason,
     signal_name,
 )
 from cubroker.protocol.fields import MAX_WAIT
@@ -258,7 +259,12 @@ def carry_out(
 ) -> Fetched:
     """Start a process that carries out an order, and return its result; raises as :func:`fetch` does."""
     command, ordered = engine_command(MODULE), encode_json(order) + b"\n"
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:  # noqa: S603
+    try:
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)  # noqa: S603
+    except OSError as error:  # too few processes, descriptors or memory, as a rule
+        why = reason(error, command[0])
+        raise Unavailable(f"the process that fetches {order.name} cannot be started: {why}") from None
+    with started as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

@@ -27,7 +27,7 @@ from cubroker.integrations.cluster.transfer_engine import (
     load,
     open_engine,
 )
-from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable
+from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, reason
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +58,17 @@ class SourceProcess:
         Raises:
             Unavailable: it does not start.
         """
-        started = cls(
-            await asyncio.create_subprocess_exec(
-                *engine_command(module, *arguments),
+        command = engine_command(module, *arguments)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 process_group=0,  # a terminal signals the exporter, which ends this process
             )
-        )
+        except OSError as error:  # too few processes, descriptors or memory, as a rule
+            raise Unavailable(f"a process for the transfer cannot be started: {reason(error, command[0])}") from None
+        started = cls(process)
         try:
             messages.expect(await started.hear(START), Going)
         except BaseException:

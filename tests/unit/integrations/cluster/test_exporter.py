@@ -8,6 +8,7 @@ import pwd
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -771,6 +772,22 @@ def test_processes_that_do_not_start_are_an_error_and_take_no_place(
                 connection.ask(Open(name), ExportedVersion, 60.0)
         assert serving.meter.service.readers == 0
         fails.write_text("")
+        assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
+
+
+@pytest.mark.slow
+def test_processes_that_the_system_does_not_start_are_an_error_until_it_does(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    publish(directory, name)
+    with ExitStack() as undo:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(tmp_path / "none"))
+            serving = undo.enter_context(exporting(directory, certificates.host, readers=1))
+            connection = undo.enter_context(serving.connect())
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="a process for the transfer cannot be started: No such file"):
+                    connection.ask(Open(name), ExportedVersion, 60.0)
         assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
 
 

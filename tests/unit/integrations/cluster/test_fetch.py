@@ -236,6 +236,14 @@ def test_a_process_that_does_not_work_is_an_error(
         fetch(name, ["gpu-1"], directory=directory, certificates=certificates.host)
 
 
+def test_a_process_that_the_system_does_not_start_is_an_error(
+    certificates: Certificates, directory: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(Unavailable, match=f"the process that fetches {name} cannot be started: No such file"):
+        fetch(name, ["gpu-1"], directory=directory, certificates=certificates.host)
+
+
 def test_without_nixl_the_extra_is_named(
     certificates: Certificates, directory: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
