@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cubroker.protocol.errors import CubrokerError, Denied, InternalFailure, OverQuota, explain
+from cubroker.protocol.errors import CubrokerError, InternalFailure, OverQuota, explain
 from cubroker.protocol.messages import Close, Draining, Failed, Farewell, GatewayChanged, Seal, SealDigested
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
 from cubroker.server.devices.mapped_memory import MappedChecks, SessionProcess
@@ -276,8 +276,9 @@ class Broker:
             try:
                 if type(effect) is Respond:
                     session, body = self._sessions[effect.session], effect.body
-                    if type(body) is Failed:
-                        self._note_refusal(effect, body)
+                    if type(body) is Failed and body.code == OverQuota.code and self._checks:
+                        # It may be the quota of memory beyond leases, and a client that unmaps asks again.
+                        self._checks.soon()
                     self._requests.respond(session, effect.request, body)
                     continue
                 self._note_change(effect)
@@ -296,12 +297,6 @@ class Broker:
             case events.ForgetSession(session):
                 self.sessions.end(session)
         self._effects.append(effect)
-
-    def _note_refusal(self, effect: Respond, refusal: Failed) -> None:
-        if refusal.code == Denied.code:
-            self.sessions.rejections.log(self._sessions[effect.session].peer, refusal.message)
-        elif refusal.code == OverQuota.code and self._checks:
-            self._checks.soon()  # the quota may be that of memory beyond leases: a client that unmaps it asks again
 
     def _awaiting(self, number: int, request: int) -> SessionConnection | None:
         """Return the session of a request that is not answered yet; None if the request is answered."""

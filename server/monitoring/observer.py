@@ -19,7 +19,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.errors import Denied
 from cubroker.server.ledger import Ledger, events
 from cubroker.server.ledger.records import Session
-from cubroker.server.transport.peer_credentials import RateLimiter
+from cubroker.server.transport.peer_credentials import RateLimiter, RejectionLog
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +178,7 @@ class LedgerObserver:
         self.counter = counter or EventCounter()
         self._gauges = gauges or BrokerGauges()
         self._limiter = RateLimiter(BURST, REFILL)
+        self._rejections = RejectionLog()
         self._excesses: Mapping[int, str] = {}
         self._beyond_leases: Mapping[int, int] = {}
         self._releases = Releases()
@@ -278,12 +279,14 @@ class LedgerObserver:
         reply = answer.body
         code = reply.code if type(reply) is messages.Failed else ""
         self.counter.request_answered(request.kind, time.monotonic() - request.since, code)
-        # The log already has a line about a request that was denied.
-        if code != Denied.code and (type(reply) in PLAIN or log.isEnabledFor(logging.DEBUG)):
+        if type(reply) in PLAIN or log.isEnabledFor(logging.DEBUG):
+            who = self._ledger.holder(answer.session)
+            asked = {"request": answer.request} | ({"pool": request.pool} if request.pool else {})
+            if type(reply) is messages.Failed and code == Denied.code and who is not None:
+                self._rejections.log(who.pid, who.uid, reply.message, code=code, session=who.id, **asked)
+                return
             level, text, fields = _describe(request, reply)
-            if request.pool:
-                fields["pool"] = request.pool
-            self._log(level, self._ledger.holder(answer.session), text, request=answer.request, **fields)
+            self._log(level, who, text, **asked, **fields)
 
     def _log(self, level: int, who: Session | None, text: str, **fields: object) -> None:
         """Log what a session did, unless its user has had too many lines at ``info`` or the session is gone."""

@@ -168,7 +168,7 @@ class Listener:
 
     def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
         peer, _ = self._pending[connection]
-        self._rejections.log(peer, error.message)
+        self._rejections.log(peer.pid, peer.uid, error.message, code=error.code)
         self._release(connection)
         send_last(connection, _refusal(error))
 
@@ -233,7 +233,6 @@ class Sessions:
     Attributes:
         by_number: the sessions, by number.
         unwelcomed: the sessions whose clients have not been told that they are open, by their name in the store.
-        rejections: logs refusals.
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class Sessions:
     ) -> None:
         self.by_number: dict[int, SessionConnection] = {}
         self.unwelcomed: dict[str, SessionConnection] = {}
-        self.rejections = RejectionLog()
+        self._rejections = RejectionLog()
         self._queue = queue
         self._ledger = ledger
         self._requests = requests
@@ -260,7 +259,7 @@ class Sessions:
     def open(self, greeted: ClientGreeted, *, journal_full: bool) -> SessionOpened | CubrokerError:
         """Begin to admit a client; return the event for the ledger, or the error that turned the client away."""
         number, peer = next(self._numbers), greeted.peer
-        session = SessionConnection(number, greeted.connection, peer, self._queue, self.rejections, greeted.version)
+        session = SessionConnection(number, greeted.connection, peer, self._queue, self._rejections, greeted.version)
         refusal = self._ledger.admission_error(peer.uid, verified=peer.verified)
         refusal = refusal or self._obstacle(session, journal_full=journal_full)
         if refusal is not None:
@@ -280,7 +279,7 @@ class Sessions:
         replies = logged.reply_cache(partial(self._grant, number))
         own = logged.version, logged.secret, replies
         session = SessionConnection(
-            number, connection, peer, self._queue, self.rejections, *own, welcomed=logged.welcomed
+            number, connection, peer, self._queue, self._rejections, *own, welcomed=logged.welcomed
         )
         session.watch()
         self._enter(session)
@@ -370,7 +369,7 @@ class Sessions:
         self._requests.enter(session)
 
     def _turn_away(self, session: SessionConnection, error: CubrokerError) -> None:
-        self.rejections.log(session.peer, error.message)
+        self._rejections.log(session.peer.pid, session.peer.uid, error.message, code=error.code)
         session.refuse(_refusal(error))
 
 

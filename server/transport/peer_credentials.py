@@ -274,11 +274,11 @@ class RejectionLog:
     def __init__(self) -> None:
         self._limiter = RateLimiter(BURST, REFILL)
 
-    def log(self, peer: Peer, reason: str) -> None:
-        """Log that a process was refused something, unless its user had too many lines lately."""
-        suppressed = self._limiter.take(peer.uid)
+    def log(self, pid: int, uid: int, reason: str, **fields: object) -> None:
+        """Log that a process was refused something, unless its user had too many lines lately; JSON has the fields."""
+        suppressed = self._limiter.take(uid)
         if suppressed is None:
             return
         more = f" ({suppressed} more refusals of this user are not in the log)" if suppressed else ""
-        fields = {"pid": peer.pid, "uid": peer.uid, "why": reason}
-        log.warning("process %d (user %d) was refused: %s%s", peer.pid, peer.uid, reason, more, extra=fields)
+        known = {"pid": pid, "uid": uid, "why": reason, **fields}
+        log.warning("process %d (user %d) was refused: %s%s", pid, uid, reason, more, extra=known)

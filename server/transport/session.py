@@ -294,9 +294,8 @@ class SessionConnection:
         except OSError:
             said = b""
         if said:
-            self._rejections.log(
-                self.peer, f"session {self.number} was disconnected: it sent data on the session socket"
-            )
+            why = f"session {self.number} was disconnected: it sent data on the session socket"
+            self._rejections.log(self.peer.pid, self.peer.uid, why, session=self.number)
         self._disconnect()
         self._queue.put(ConnectionLost(self.number))
 

@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.server import logs
 from cubroker.server.logs import LogWriter
-from cubroker.server.transport.peer_credentials import Peer, RejectionLog
+from cubroker.server.transport.peer_credentials import RejectionLog
 
 
 def record(message: str, level: int = logging.INFO, **fields: object) -> logging.LogRecord:
@@ -86,7 +86,7 @@ def test_form_and_level_can_be_changed_while_it_logs(monkeypatch: pytest.MonkeyP
     try:
         logs.adjust("json", "warning")
         logging.info("not worth it")
-        RejectionLog().log(Peer(4711, 1001, 1001, -1), "user 1001 may not attach to a")
+        RejectionLog().log(4711, 1001, "user 1001 may not attach to a")
     finally:
         root.setLevel(level)
         lines.close()

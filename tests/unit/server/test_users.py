@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run pro
 @pytest.mark.slow
 @needs_root
 def test_a_pool_is_for_whom_its_mode_says() -> None:
-    text = f"mode = 0o640\nadmins = [{EVE}]\n[sockets]\nmode = 0o666"
+    text = f'mode = 0o640\nadmins = [{EVE}]\n[sockets]\nmode = 0o666\n[log]\nformat = "json"'
     with (
         configured(text) as broker,
         visiting(broker.directory, ALICE, STAFF) as alice,
@@ -48,9 +49,12 @@ def test_a_pool_is_for_whom_its_mode_says() -> None:
         assert alice("publish", "llama", 0o660) == 2
         assert mate("publish", "llama") == 3
         assert admin("retire", "llama") == ["Retirement", 3, 0]
-        said = f"(user {BOB}) was refused: user {BOB} may not "
-        eventually(lambda: broker.log().count(said) == 3, "three lines in the log")
-        assert f"{said}attach to llama" in broker.log()
+        denied = '"code": "denied"'
+        eventually(lambda: broker.log().count(denied) == 3, "three lines in the log")
+        told = [json.loads(line) for line in broker.log().splitlines() if denied in line]
+        assert f"(user {BOB}) was refused: user {BOB} may not attach to llama" in told[0]["message"]
+        assert [(line["level"], line["uid"], line["pool"]) for line in told] == [("warning", BOB, "llama")] * 3
+        assert all(line["session"] and line["request"] for line in told)
 
 
 @needs_root

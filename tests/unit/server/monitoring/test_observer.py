@@ -80,11 +80,17 @@ def test_a_refusal_says_what_was_asked_and_why_not(scene: Scene, caplog: pytest.
     assert scene.counted("cubroker_refusals_total", request="Attach", code="not_found") == 1
 
 
-def test_what_is_denied_is_left_to_the_line_that_says_so_anyway(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_denied_is_one_warning_with_its_request_and_its_pool(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     scene.publish()
     caplog.clear()
     scene.tell(asks(2, 1, m.Retire("llama", 0)))
-    assert caplog.messages == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"process 102 (user {BOB}) was refused: user {BOB} may not publish or retire")
+    fields = {name: record.__dict__[name] for name in ("session", "pid", "uid", "request", "pool", "code")}
+    assert fields == {"session": 2, "pid": 102, "uid": BOB, "request": 1, "pool": "llama", "code": "denied"}
     assert scene.counted("cubroker_refusals_total", request="Retire", code="denied") == 1
 
 
@@ -112,10 +118,10 @@ def test_it_is_told_who_drains_the_broker(scene: Scene, caplog: pytest.LogCaptur
         asks(2, 1, m.Drain(True)),
         asks(3, 2, m.Drain(False)),
     )
-    assert caplog.messages == [
-        "session 3 (pid 103, uid 0): drains the broker, which lends nothing new",
-        "session 3 (pid 103, uid 0): has the broker lend again",
-    ]
+    on, denied, off = caplog.messages
+    assert on == "session 3 (pid 103, uid 0): drains the broker, which lends nothing new"
+    assert denied.startswith("process 102 (user 1002) was refused: user 1002 may not drain the broker")
+    assert off == "session 3 (pid 103, uid 0): has the broker lend again"
 
 
 def test_a_user_who_is_refused_all_the_time_has_few_lines(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,7 +172,7 @@ def peer(uid: int) -> Peer:
 
 
 def test_a_refusal_is_one_line_that_says_who_and_what(caplog: pytest.LogCaptureFixture) -> None:
-    RejectionLog().log(peer(1001), "user 1001 may not attach to a")
+    RejectionLog().log(4711, 1001, "user 1001 may not attach to a")
     assert caplog.messages == ["process 4711 (user 1001) was refused: user 1001 may not attach to a"]
 
 
@@ -183,19 +183,19 @@ def test_a_user_that_is_refused_all_the_time_has_few_lines_and_others_have_their
     monkeypatch.setattr(peer_credentials, "monotonic", lambda: now)
     log = RejectionLog()
     for _ in range(1000):
-        log.log(peer(1001), "no")
+        log.log(4711, 1001, "no")
     assert len(caplog.messages) == BURST
-    log.log(peer(1002), "no")
+    log.log(4712, 1002, "no")
     assert len(caplog.messages) == BURST + 1
     now += REFILL
-    log.log(peer(1001), "no")
-    log.log(peer(1001), "no")
+    log.log(4711, 1001, "no")
+    log.log(4711, 1001, "no")
     assert caplog.messages[BURST + 1 :] == [
         f"process 4711 (user 1001) was refused: no ({1000 - BURST} more refusals of this user are not in the log)"
     ]
     now += 1000 * REFILL
     for _ in range(1000):
-        log.log(peer(1001), "no")
+        log.log(4711, 1001, "no")
     assert len(caplog.messages) == 2 * BURST + 2
 
 
