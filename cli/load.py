@@ -203,7 +203,7 @@ def _files(
             found = verify(broker, info.name, paths, version=info.version, device=uuid, progress=report)
         differences += [f"{device or title}: {line}" for line in found.differences]
         where = {"index": None if uuid is None else indexes.get(uuid), "uuid": uuid}
-        held = {"nbytes": found.nbytes, "tensors": found.tensors}
+        held = {"nbytes": info.nbytes, "tensors": found.tensors}
         devices.append({**where, **held, "differences": found.differences, "equal": not found.differences})
     if as_json:
         format.document({"name": info.name, "version": info.version, "digest": None, "devices": devices})
@@ -215,9 +215,8 @@ def _files(
         raise CubrokerError(f"{title} is not what the files hold: {format.count(len(differences), 'difference')}")
     if not as_json:
         places = "" if len(devices) == 1 else f", on {len(devices)} devices"
-        format.say(
-            f"{title}: {format.count(found.tensors, 'tensor')}, {format.size(found.nbytes)}, equal to the files{places}"
-        )
+        size = f"{format.count(info.tensors, 'tensor')}, {format.size(info.nbytes)}"
+        format.say(f"{title}: {size}, equal to the files{places}")
 
 
 # -- progress --------------------------------------------------------------------------------------
