@@ -297,8 +297,20 @@ def examine_broker(directory: Path, patience: float = ANSWER) -> BrokerFacts:
             obstacle = handshake.ping(directory, patience)
     except CubrokerError as error:
         there = os.path.lexists(directory / places.SESSION_SOCKET)
-        return BrokerFacts(error.code if there or error.code != "unavailable" else "absent", error.message)
+        code = error.code if there or error.code != "unavailable" else "absent"
+        # A broker that was silent is not waited for once more.
+        refuses = not isinstance(error, handshake.Silent) and _pings(directory, patience)
+        return BrokerFacts(code, error.message, refuses=refuses)
     return BrokerFacts("", f"a broker answers, with {format.count(count, 'device')}", obstacle)
+
+
+def _pings(directory: Path, patience: float) -> bool:
+    """Whether a broker answers there, which takes no session."""
+    try:
+        handshake.ping(directory, patience)
+    except CubrokerError:
+        return False
+    return True
 
 
 def examine_directory(path: Path) -> DirectoryFacts:

@@ -124,6 +124,8 @@ class BrokerFacts:
     message: str
     #: Why it lends nothing new; empty if it lends.
     obstacle: str = ""
+    #: Whether a broker answers although it opens no session, as when a quota is used up.
+    refuses: bool = False
 
 
 @dataclass(frozen=True)

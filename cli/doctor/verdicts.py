@@ -507,7 +507,7 @@ def _service(service: ServiceFacts, broker: BrokerFacts) -> dict[str, Cases]:
         error = service.unit.error
         bad = False if service.unit.state != "active" else None
         checks["last error"] = ((error, bad, f"the service's log says: {error}", f"`{_journal(service.unit)}`"),)
-    if broker.code:
+    if broker.code and not broker.refuses:
         checks["socket"] = _listener(service.listener)
     if service.settings is not None:
         checks["settings"] = _settings(service.settings)

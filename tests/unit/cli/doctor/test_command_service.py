@@ -25,10 +25,12 @@ from cubroker.cli.doctor.facts import (
     Trial,
     UnitFacts,
 )
+from cubroker.client import Broker
 from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server.transport.peer_credentials import read_process
 from tests.brokers import BrokerProcess
 from tests.unit.cli.processes import environment, run
+from tests.unit.server.configured import configured
 
 SOMEBODY = 1234
 
@@ -187,6 +189,15 @@ def test_a_socket_that_listens_without_a_broker_is_told(tmp_path: Path) -> None:
 def test_of_a_broker_that_answers_no_socket_is_told(broker: BrokerProcess) -> None:
     assert command.examine_listener(broker.directory).pid == broker.pid
     assert "socket" not in report(broker.directory)
+
+
+@pytest.mark.slow
+def test_a_broker_that_refuses_a_session_is_no_socket_without_a_broker() -> None:
+    with configured("[quota]\nsessions = 1") as broker, Broker(broker.directory):
+        found = report(broker.directory)
+    assert found["broker"]["works"] is False
+    assert "has 1 sessions of a quota of 1" in found["broker"]["why"]
+    assert "socket" not in found
 
 
 @pytest.mark.parametrize(
