@@ -26,6 +26,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from cubroker.driver.driver import parse_spec
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
+from cubroker.server.ledger.memory import GRANULARITY
 from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, NameReservation, Policy, Quota
 from cubroker.server.ledger.records import SESSION_FDS
 from cubroker.server.transport.unix_sockets import Access
@@ -145,12 +146,14 @@ def parse_budget(text: str, total: int, device: str = "the device") -> int:
     ``device`` names the device in an error.
 
     Raises:
-        Invalid: ``text`` is neither a size nor a share, or the budget is 0 or more than ``total``.
+        Invalid: ``text`` is neither a size nor a share; the share is 0, the size less than an allocation takes, or
+            either more than ``total``.
     """
     match = _SHARE.fullmatch(text.strip())
     budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
-    if not 0 < budget <= total:
-        raise Invalid(f"a budget of {text} is {budget} bytes, and {device} has {total}; write 1 to {total} bytes")
+    if not (1 if match else GRANULARITY) <= budget <= total:  # a size below lends nothing, as 90 in place of 90%
+        most = f"{device} has {total}; write {GRANULARITY} to {total} bytes"
+        raise Invalid(f"a budget of {text} is {budget} bytes, and {most}")
     return budget
 
 

@@ -59,7 +59,7 @@ def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.endswith(
         "a budget of 1GiB is 1073741824 bytes, and device 0 (cubroker host device 0) has 67108864; "
-        "write 1 to 67108864 bytes\n"
+        "write 2097152 to 67108864 bytes\n"
     )
 
 

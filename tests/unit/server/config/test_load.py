@@ -274,6 +274,7 @@ def test_a_relative_directory_is_one_of_here() -> None:
             "budget = 5",
             '1: budget is 5; write a share or a size, as in "90%" or "40GiB", or in a file a table of them by device',
         ),
+        ("budget = '90'", '1: budget is "90"; write a share or a size, as in "90%" or "40GiB"'),
         ("budget = '101%'", '1: budget is "101%"; write a share or a size'),
         ("[budget]\n0 = 5", '1: budget is {"0" = 5}; write a share or a size'),
         ("[quotas.root]\nleases = 1.5", "2: quotas.root.leases is 1.5; write 0 or more"),
