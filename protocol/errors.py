@@ -137,6 +137,7 @@ OF_PROCESSES = {
     errno.ENFILE: "raise the host's limit on open files (sysctl fs.file-max)",
     errno.ENOMEM: "free memory, or raise the memory limit of this process or its container",
     errno.EAGAIN: "raise the limit on processes and threads (`ulimit -u`, TasksMax=)",
+    errno.EADDRINUSE: "stop the process that listens there",
     errno.EFBIG: "raise the limit on the size of files (`ulimit -f`, LimitFSIZE=)",
 }
 """What to do about an error, by its number."""
@@ -149,7 +150,6 @@ OF_FILES = {
     errno.ELOOP: "remove the symbolic links that lead to each other",
     errno.EEXIST: "remove it",
     errno.EPROTOTYPE: "remove it",
-    errno.EADDRINUSE: "stop the process that listens there",
     errno.EIO: "see the kernel's log (`dmesg`)",
 }
 """The same for errors that name a file. ENOSPC without a file may be the limit on watched files (epoll_ctl(2))."""

@@ -47,7 +47,7 @@ from cubroker.protocol.encoding import encode_json
 from cubroker.protocol.errors import InternalFailure, Invalid, explain
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import HIDDEN_ID
-from cubroker.server.config.schema import Metrics
+from cubroker.server.config.schema import Address, Metrics
 from cubroker.server.monitoring.metrics import CONTENT_TYPE, BrokerCounters, MetricsWriter
 from cubroker.server.monitoring.observer import LedgerObserver, Snapshot
 from cubroker.server.transport.peer_credentials import overflow_id
@@ -330,10 +330,10 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
             bound = BoundSocket(where, socket.SOCK_STREAM, metrics.access, BACKLOG)
             listener = bound.listener
         else:
-            family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-            listener = socket.create_server(where, family=family, backlog=BACKLOG)
+            listener = _listen(where)
     except OSError as error:
-        log.error("there are no metrics, since this process cannot listen on %s: %s", where, explain(error, str(where)))
+        name, why = where if isinstance(where, Path) else _written(*where), explain(error, str(where))
+        log.error("there are no metrics, since this process cannot listen on %s: %s", name, why)
         return None
     except Invalid as error:
         log.error("there are no metrics: %s", error.message)
@@ -346,6 +346,14 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
     thread = HttpThread(listener, TokenCheck(token, everything, otherwise), bound)
     log.info("metrics, and a page to look at, are on %s, %s", _name(listener), _readers(metrics))
     return thread
+
+
+def _listen(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:  # Python appends the address to the system's text, as a tuple
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
 
 
 def _readers(metrics: Metrics) -> str:
@@ -363,8 +371,11 @@ def _name(listener: socket.socket) -> str:
     address = listener.getsockname()
     if isinstance(address, str):
         return address
-    host, port = address[:2]
-    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    return f"http://{_written(*address[:2])}/"
+
+
+def _written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class HttpThread:

@@ -245,4 +245,6 @@ def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
 
     run(test())
     assert f"cannot listen on {tmp_path / ('x' * 120)}: AF_UNIX path too long" in caplog.text
+    last = caplog.messages[-1]
+    assert re.search(r"cannot listen on 127\.0\.0\.1:\d+: Address already in use; stop the process that", last)
     assert (tmp_path / "file").read_text() == "precious"
