@@ -436,8 +436,11 @@ def examine_unit(manager: str) -> UnitFacts | None:
 
 
 def last_error(log: str) -> str:
-    """Return the last line about an error of a log, as ``journalctl -o json`` prints it; empty if there is none."""
-    found = ""
+    """Return the last line about an error of a log, as ``journalctl -o json`` prints it; empty if there is none.
+
+    That a job failed is systemd's last line about a start, and says no reason: an earlier line that does comes first.
+    """
+    found = failed = ""
     for line in log.splitlines():
         try:
             entry = json.loads(line)
@@ -445,8 +448,11 @@ def last_error(log: str) -> str:
             continue
         message = entry.get("MESSAGE") if isinstance(entry, dict) else None
         if isinstance(message, str) and _is_error(message, str(entry.get("PRIORITY", ""))):
-            found = message.strip()
-    return found
+            if "JOB_RESULT" in entry:
+                failed = message.strip()
+            else:
+                found = message.strip()
+    return found or failed
 
 
 def _is_error(message: str, priority: str) -> bool:

@@ -211,3 +211,10 @@ def test_a_broker_that_refuses_a_session_is_no_socket_without_a_broker() -> None
 )
 def test_errors_are_told_from_other_lines(line: dict[str, str], error: bool) -> None:
     assert command.last_error(json.dumps(line)) == (line["MESSAGE"] if error else "")
+
+
+def test_a_reason_is_told_rather_than_that_a_job_failed() -> None:
+    why = {"MESSAGE": WHY, "PRIORITY": "6"}
+    job = {"MESSAGE": "Failed to start cubroker.service - GPU memory broker.", "PRIORITY": "3", "JOB_RESULT": "failed"}
+    assert command.last_error(f"{json.dumps(why)}\n{json.dumps(job)}") == WHY
+    assert command.last_error(json.dumps(job)) == job["MESSAGE"]
