@@ -21,7 +21,7 @@ from typing import Self
 from cubroker.protocol.errors import Denied, Unavailable, about, reason, remedy
 from cubroker.protocol.paths import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check, exposure
 from cubroker.server.transport.peer_credentials import overflow_id
-from cubroker.server.transport.unix_sockets import Access, BoundSocket, probe, set_access
+from cubroker.server.transport.unix_sockets import Access, BoundSocket, give_to_group, probe, set_access
 
 SO_PASSRIGHTS = 83  #: Linux 6.16: whether a Unix socket receives descriptors (asm-generic/socket.h; not in Python).
 BACKLOG = 512  #: Connections that may wait to be accepted.
@@ -208,7 +208,7 @@ def _let_pass(path: Path, access: Access) -> None:
     """Let the users who may connect to the sockets pass through the directory."""
     here = path.stat()
     if access.group is not None and not here.st_mode & stat.S_IXOTH:
-        os.chown(path, -1, access.group)
+        give_to_group(path, access.group)
     through = (stat.S_IXGRP if access.mode & 0o060 else 0) | (stat.S_IXOTH if access.mode & 0o006 else 0)
     if through & ~here.st_mode:
         path.chmod(stat.S_IMODE(here.st_mode) | through)

@@ -13,6 +13,7 @@ have replaced it. The kernel answers both questions:
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import select
 import socket
@@ -171,5 +172,18 @@ def set_access(path: Path, access: Access) -> None:
     here, group = path.lstat(), os.getegid() if access.group is None else access.group
     if here.st_gid != group:
         path.chmod(access.mode & 0o600)  # members of either group could connect in between
-        os.chown(path, -1, group, follow_symlinks=False)
+        give_to_group(path, group)
     path.chmod(access.mode)
+
+
+def give_to_group(path: Path, group: int) -> None:
+    """Change the group of a file; if that is not allowed, the error says who may do so."""
+    try:
+        os.chown(path, -1, group, follow_symlinks=False)
+    except PermissionError as error:
+        try:
+            name = grp.getgrgid(group).gr_name
+        except KeyError:
+            name = str(group)
+        who = f"only root, and its owner as a member of group {name}, may give it to that group"
+        raise PermissionError(error.errno, who, os.fspath(path)) from None

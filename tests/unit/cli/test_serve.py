@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.forkserver import unmeasured
 from tests.namespaces import unshare
 from tests.unit.cli.processes import COMMAND, DEADLINE, STREAMS, environment, mute, run, serves, started
+
+STRANGER = 4001
 
 
 @pytest.fixture
@@ -61,6 +64,23 @@ def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
         "a budget of 1GiB is 1073741824 bytes, and device 0 (cubroker host device 0) has 67108864; "
         "write 2097152 to 67108864 bytes\n"
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes as other users")
+@pytest.mark.parametrize(("mode", "named"), [(0o755, "session.sock: "), (0o700, "")])
+def test_a_group_that_the_broker_is_not_in_is_named_in_the_refusal(directory: Path, mode: int, named: str) -> None:
+    directory.mkdir()
+    directory.chmod(mode)
+    directory.parent.chmod(0o755)
+    os.chown(directory, STRANGER, STRANGER)
+    options = ("--devices", "host:1@64MiB", "--set", "sockets.group=4321", "--directory", directory)
+    as_stranger = ("setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups")
+    env = unmeasured(environment())  # the stranger cannot write a file of figures here
+    done = run("serve", *options, env=env, before=as_stranger)
+    who = "only root, and its owner as a member of group 4321, may give it to that group"
+    what = f"{directory / named}" if named else ""
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(f"cannot serve in {directory}: {what}{who}; choose another directory or user\n")
 
 
 @pytest.mark.slow
