@@ -44,7 +44,7 @@ from cubroker.protocol.fields import (
 from cubroker.protocol.layout import MAX_ALLOCATIONS
 from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, Line, PoolInfo, SharingInfo, WaiterInfo
 
-VERSIONS = (1, 2, 3, 4, 5)  #: Protocol versions that this build speaks, oldest first.
+VERSIONS = (1, 2, 3, 4, 5, 6)  #: Protocol versions that this build speaks, oldest first.
 CHOOSES = 2  #: The first version in which the broker chooses what a :class:`Create` leaves open: share, durability.
 OWNED = 3  #: The first version in which :class:`Attach` and :class:`Where` name acceptable owners.
 FINDS = 4  #: The first version that has :class:`Find`.
@@ -58,7 +58,7 @@ IN_PLACE = 5  #: The first version with :class:`SetLayout` and :class:`SealInPla
 LOCKS = 5  #: The first version with :class:`Lock` and :class:`Unlock`.
 ENDS = 5  #: The first version in which :class:`PoolChanged` is also sent when a version that is not current has ended.
 UPDATES = 5  #: The first version in which a :class:`Create` may have a :class:`Base`.
-UNSEALED = 5  #: The first version in which an :class:`Attach` may be to a draft.
+UNSEALED = 6  #: The first version in which an :class:`Attach` may be to a draft.
 AUTO = "auto"  #: The share kind of a :class:`Create` that leaves the choice to the broker.
 IPC = "ipc"  #: Share kind of memory that legacy IPC handles open; every mapping of it is writable.
 VMM = "vmm"  #: Share kind of memory that descriptors or fabric handles open; a lease has one or the other.

@@ -148,6 +148,11 @@ def test_a_peer_of_version_1_is_sent_the_fields_that_it_knows(message: msgspec.S
     assert as_sent(wire.pack(for_version(message, 1))) == array
 
 
+def test_a_peer_of_version_5_is_sent_an_attach_as_its_first_builds_knew_it() -> None:
+    attach = m.Attach("a", 1, None, 0.0, (), (4901,))
+    assert as_sent(wire.pack(for_version(attach, 5))) == ["Attach", "a", 1, None, 0.0, [], [4901]]
+
+
 @pytest.mark.parametrize(("body", "array"), [pair for pair in FIRST if not isinstance(pair[0], m.Welcome)])
 def test_so_it_is_in_a_request(body: Any, array: list[Any]) -> None:
     assert as_sent(Bearer(SECRET, 1).request(m.Envelope(SECRET, 3, 2, body, (1,)))) == [SECRET, 3, 2, array, [1]]
