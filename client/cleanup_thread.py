@@ -46,8 +46,10 @@ class CleanupThread:
         self._guards: dict[int, Guard[Any]] = {}
         self._later: list[tuple[float, int, Task]] = []  # a heap, by time and then by order
         self._order = itertools.count()
-        #: Called if a task fails, which ends the thread: nothing is mapped or unmapped any more.
-        self.failed: Callable[[], None] | None = None
+        #: Whether a task has failed, which ends the thread: nothing is mapped or unmapped any more.
+        self.failed = False
+        #: Called then.
+        self.on_failure: Callable[[], None] | None = None
         #: Delivered at the end of the thread.
         self.ended: Future[None] = Future()
         self._thread = SessionThread(target=self._run, name="cubroker-cleanup", daemon=True)
@@ -84,13 +86,14 @@ class CleanupThread:
                     task.task()
                 del task  # its objects must not live until the next task comes
         except BaseException:
-            if failed := self.failed:
-                failed()
+            self.failed = True
+            if on_failure := self.on_failure:
+                on_failure()
             raise
         finally:
             self._guards.clear()  # they refer to this object
             self._later.clear()
-            self.failed = None
+            self.on_failure = None
             self.ended.set(None)
 
     def _next(self) -> Guard[Any] | Task | None:

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
 
+FAILED = "the thread that maps and unmaps memory has failed"
+
 EXIT = 1.0
 """Seconds that the interpreter's exit waits for each thread."""
 
@@ -192,8 +194,8 @@ class ClientSession:
             self._connection = connection
             undo.callback(connection.discard)
             #: Made in advance: there may be no memory when it is needed.
-            failure = Unavailable("the thread that maps and unmaps memory has failed, as its traceback says")
-            cleanup.failed = partial(_give_up, connection, self.held, failure)
+            failure = Unavailable(f"{FAILED}, as its traceback says")
+            cleanup.on_failure = partial(_give_up, connection, self._left, self.held, failure)
 
             def stop() -> None:  # refers to no session
                 connection.stop()
@@ -278,8 +280,8 @@ class ClientSession:
     def confirm(self, ended: Future[T], label: str) -> Steps[T]:
         """Wait until the broker has taken back what ``label`` names; return its answer, or raise its error."""
         self.check_confirms()
-        if self.cleanup.ended.done() and not ended.done():
-            raise Unavailable(f"{label} is not given back before this process ends: {self.lost}")
+        if self.cleanup.failed and not ended.done():
+            raise Unavailable(f"{label} is not given back before this process ends: {FAILED}")
         if not (yield ended, self.timeout):
             raise TimedOut(f"the broker has not confirmed the end of {label} in {self.timeout:g} s")
         return ended.result()
@@ -312,7 +314,7 @@ class ClientSession:
             self.check_may_wait()
         except Unavailable:
             return
-        if self.stopped or (self.cleanup.ended.done() and not self._left.done()):  # the latter: the thread has failed
+        if self.stopped:
             return
         if not (yield self._left, self.timeout):
             raise TimedOut(f"no result within {self.timeout:g} s")
@@ -477,8 +479,9 @@ class Reconnecting(NotPicklable, Closeable):
             raise Unavailable("this Broker is closed; open another")
 
 
-def _give_up(connection: Connection, held: set[Holding], reason: CubrokerError) -> None:
+def _give_up(connection: Connection, left: Future[bool], held: set[Holding], reason: CubrokerError) -> None:
     """End a session whose cleanup thread has failed; what it has mapped stays leased until this process ends."""
+    left.set(False)  # first: a caller that is told the reason may close its Broker at once
     connection.fail(reason)
     for each in held.copy():
         each.abandon(reason)
