@@ -199,13 +199,6 @@ def test_watchers_are_told_once_of_all_versions_of_a_pool_that_end_with_a_sessio
     assert story.quietly(e.ProcessExited(2)).count(changed(3, "a", 4)) == 1
 
 
-def test_a_refusal_names_few_of_the_versions_that_share_memory() -> None:
-    story, _ = updated(120)
-    story >> creates(3, 1, "b", LARGE.budget)
-    text = "; the largest are a@1 to a@121 (121 versions) 40 MiB (120 superseded, 1 current, user 1001, 120 leases);"
-    story << refused(3, 1, "over_budget", text)
-
-
 @pytest.mark.slow
 def test_a_publication_costs_in_proportion_to_the_versions_that_are_kept() -> None:
     def cost(kept: int) -> int:

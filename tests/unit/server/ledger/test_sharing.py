@@ -139,7 +139,7 @@ def test_a_view_says_which_versions_have_each_byte() -> None:
     story.end()
 
 
-def test_a_view_stays_small_however_many_versions_share() -> None:
+def test_a_view_and_a_refusal_stay_small_however_many_versions_share() -> None:
     story = told(policy=Policy(keep=40))
     story.quietly(asks(2, 2, m.Close(2)))
     for number in range(2, 2 + status.MAX_SHARERS):
@@ -148,6 +148,8 @@ def test_a_view_stays_small_however_many_versions_share() -> None:
         story.quietly(updates(1, number * 10, 0, 1, 2, base=number - 1), asks(1, number * 10 + 1, m.Seal(number + 1)))
     (block, *_) = story.ledger.view(everything=True).blocks
     assert (block.nbytes, block.shared) == (8 * MIB, (status.SharedBytes((), 8 * MIB),))
+    told_all = "; the largest are a@1 to a@17 (17 versions) 8 MiB (16 superseded, 1 current, "
+    story >> creates(3, 1, "b", GPU0.budget) << refused(3, 1, "over_budget", told_all)
     story.end()
 
 
