@@ -17,7 +17,6 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.client import session as session_module
-from cubroker.client.memory.lease import LeaseHandle
 from cubroker.client.session import ClientSession
 from cubroker.client.transport.handshake import NotServing
 from cubroker.protocol import wire
@@ -25,10 +24,10 @@ from cubroker.protocol.errors import Denied, Invalid, NotFound, TimedOut, Unavai
 from cubroker.protocol.messages import Refused
 from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess, eventually
-from tests.faults import fail_nth
 from tests.stores import storing
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 from tests.unit.client.kept import keeping
+from tests.unit.client.scripts import run
 from tests.unit.client.transport.test_connection import impostor
 from tests.unit.server.processes import files, gateway_of
 
@@ -54,28 +53,47 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "reconnect()" in record.getMessage()]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_session_that_can_unmap_nothing_any_more_is_lost(
-    broker: BrokerProcess, client: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_can_unmap_nothing_any_more_is_lost(broker: BrokerProcess, client: Broker) -> None:
     """The thread that maps and unmaps fails; what it has mapped stays leased until the process ends."""
     publish(client, "pool")
-    pool = client.attach("pool")
-    with monkeypatch.context() as patch:
-        fail_nth(patch, LeaseHandle, "map", 1, ZeroDivisionError())
-        with pytest.raises(Unavailable, match="thread that maps and unmaps memory has failed"):
-            client.attach("pool")
-    eventually(lambda: client.lost, "the end of the session")
-    assert pool.lost == client.lost
-    pool.close()
-    with client.attach("pool") as again:
-        assert (again.lost, client.lost) == ("", "")
-        assert again["weight"].tobytes() == content("weight", 128)
-    with Broker(broker.directory) as other:
-        fail_nth(monkeypatch, LeaseHandle, "map", 1, ZeroDivisionError())
-        with pytest.raises(Unavailable, match="has failed"):
-            other.attach("pool")
-    assert leases(client, "pool") == 3
+    done = run(
+        broker,
+        """
+        from cubroker.client.memory.lease import LeaseHandle
+        from cubroker.protocol.errors import Unavailable
+        from tests.brokers import eventually
+
+        def fail(broker):
+            real, LeaseHandle.map = LeaseHandle.map, lambda *_: 1 // 0
+            try:
+                broker.attach("pool")
+            except Unavailable as error:
+                assert "thread that maps and unmaps memory has failed" in str(error), error
+            else:
+                raise AssertionError("attached")
+            finally:
+                LeaseHandle.map = real
+
+        threading.excepthook = lambda _: None
+        with Broker(directory) as broker:
+            pool = broker.attach("pool")
+            fail(broker)
+            eventually(lambda: broker.lost, "the end of the session")
+            assert pool.lost == broker.lost
+            pool.close()
+            with broker.attach("pool") as again:
+                assert (again.lost, broker.lost) == ("", "")
+                print(again["weight"].tobytes().hex())
+        with Broker(directory) as other:
+            fail(other)
+        with Broker(directory) as last:
+            print(*(lease.pool for each in last.clients() for lease in each.leases))
+        """,
+    )
+    assert (done.stdout.split(), done.returncode) == ([content("weight", 128).hex(), *["pool"] * 3], 0)
+    logged = "the thread that maps and unmaps memory has failed, as its traceback says; all leases and locks"
+    assert [line.partition(" of ")[0] for line in done.stderr.splitlines()] == [logged] * 2
+    eventually(lambda: leases(client, "pool") == 0, "the leases to end with their process")
 
 
 @KINDS
