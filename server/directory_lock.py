@@ -208,7 +208,7 @@ def _let_pass(path: Path, access: Access) -> None:
     """Let the users who may connect to the sockets pass through the directory."""
     here = path.stat()
     if access.group is not None and not here.st_mode & stat.S_IXOTH:
-        give_to_group(path, access.group)
+        give_to_group(path.resolve(), access.group)  # not a symbolic link to it
     through = (stat.S_IXGRP if access.mode & 0o060 else 0) | (stat.S_IXOTH if access.mode & 0o006 else 0)
     if through & ~here.st_mode:
         path.chmod(stat.S_IMODE(here.st_mode) | through)

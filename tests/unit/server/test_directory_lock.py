@@ -258,6 +258,15 @@ def test_sockets_and_a_private_directory_belong_to_the_group_that_may_connect(
             assert (path / name).stat().st_gid == 4321
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to any group")
+def test_a_directory_behind_a_symbolic_link_belongs_to_the_group_that_may_connect(tmp_path: Path) -> None:
+    there, path = tmp_path / "there", tmp_path / "cubroker"
+    there.mkdir(mode=0o700)
+    path.symlink_to(there)
+    with Directory(path, Access(0o660, 4321)):
+        assert (there.stat().st_gid, path.lstat().st_gid) == (4321, os.getegid())
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may give a file to any group")
 def test_a_group_that_the_broker_is_not_in_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Denied, match="cannot serve in"), Directory(tmp_path, Access(0o660, 4321)):
