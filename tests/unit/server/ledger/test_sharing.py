@@ -119,6 +119,24 @@ def test_shared_memory_counts_once_and_is_freed_with_the_last_version_that_has_i
     story >> e.Freed(1, (0,))  # it is gone
 
 
+def test_a_version_shares_with_none_that_has_ended_or_whose_number_it_got() -> None:
+    def shared(version: int) -> list[tuple[int, int]]:
+        sharing = story.tells(4, m.Describe("a", version), m.Description).shared
+        return [(each.version, each.allocations) for each in sharing]
+
+    story = told(policy=Policy(keep=4))
+    for version in (2, 3, 4):
+        published(story, 1, 0, None, 2, ticket=version, lease=version + 1, base=version - 1)
+    story.quietly(asks(1, 3, m.Retire("a", 2)), e.Freed(2))
+    assert shared(4) == [(1, 2), (3, 2)]
+    story.quietly(updates(1, 4, 0, 1, 2, base=4), asks(1, 5, m.Close(6)))
+    story.quietly(creates(1, 6, "a", 2 * MIB), e.Allocated(5, (D,)), asks(1, 7, m.Seal(7)))
+    assert shared(4) == [(1, 2), (3, 2)]
+    assert shared(5) == []
+    assert memory(story)[5] == (2 * MIB, 0)
+    story.end()
+
+
 def test_a_view_says_which_versions_have_each_byte() -> None:
     story = told(policy=Policy(keep=3))
     story.quietly(asks(2, 2, m.Close(2)))
