@@ -488,7 +488,7 @@ def _fill(tables: Tables, version: Version) -> None:
     except errors.OverQuota as error:
         leases.refuse(tables, waiter, error)
         return
-    # Of allocations that the version shares, it has those alone whose other versions ended while it was allocated.
+    # The journal gets the memory that this version alone has: new, or shared with versions that have ended meanwhile.
     for ticket in {allocation.ticket for allocation in version.allocations if allocation.sharers == 1}:
         tables.mark_dirty(Kind.MEMORY, ticket.id, ticket.pool.name)
     tables.transition_version(version, VersionEvent.FILLED)
