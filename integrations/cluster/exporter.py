@@ -325,6 +325,9 @@ class Exporter:
                 log.warning("%s is gone: %s", peer, str(error) or "it sends nothing, or does not read what is sent")
         except CubrokerError as error:
             log.warning("%s is cut off: %s", peer, error.message)
+        except asyncio.CancelledError:  # the exporter ends, and waits for no peer
+            _abort(writer)
+            raise
         finally:
             for task in (peer.watch, peer.news):
                 if task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import pwd
@@ -22,7 +23,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.integrations.cluster import exporter, identity, messages
-from cubroker.integrations.cluster.connection import HungUp, PeerConnection
+from cubroker.integrations.cluster.connection import HungUp, PeerAddress, PeerConnection
 from cubroker.integrations.cluster.messages import (
     CurrentVersion,
     ExportedVersion,
@@ -53,6 +54,7 @@ from tests.unit.integrations.cluster.hosts import (
     HOST,
     LAYOUT,
     Certificates,
+    Recorder,
     Serving,
     exporting,
     leases,
@@ -872,6 +874,23 @@ def test_an_exporter_ends_in_order_while_its_broker_hangs_and_a_peer_has_gone(
             serving.greet()  # by then the exporter has read what came before
     finally:
         os.kill(broker.pid, signal.SIGCONT)
+
+
+def test_an_exporter_that_ends_waits_for_no_peer(
+    directory: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "HANG_UP", 20.0)
+    service = exporter.Exporter(directory, certificates.host, exporter.Rules(), Recorder(), Broker)
+
+    async def serve(undo: ExitStack) -> float:
+        async with service.serving(HOST, 0) as address:
+            connect = partial(PeerConnection, PeerAddress(*address), certificates.host)
+            undo.enter_context(await asyncio.to_thread(connect))  # reads nothing, so does not answer the end
+        return time.monotonic()
+
+    with ExitStack() as undo:
+        began = asyncio.run(serve(undo))
+        assert time.monotonic() - began < exporter.HANG_UP
 
 
 def test_without_a_broker_or_an_address_it_does_not_serve(
