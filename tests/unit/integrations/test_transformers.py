@@ -224,6 +224,28 @@ def test_what_nobody_computes_again_is_named(client: Broker, tmp_path: Path, kin
         assert torch.equal(ready.table, torch.arange(3.0))
 
 
+class Expecting(nn.Module):
+    """A module with a parameter that is not trained, but expected in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.fixed.fill_(5.0)
+
+
+def test_a_parameter_that_checkpoints_should_have_is_not_computed(client: Broker, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3)}, tmp_path / "m.safetensors")
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool:
+        with torch.device("meta"):
+            model = Expecting()
+        with pytest.raises(Invalid, match="'fixed' of Expecting would stay on the meta device"):
+            attach_model(model, pool, strict=False)
+
+
 def test_a_pool_may_have_buffers_that_the_model_computes(client: Broker, tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3), "table": torch.zeros(3)}, tmp_path / "m.safetensors")
     load(client, "m", tmp_path)
