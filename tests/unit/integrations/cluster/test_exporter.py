@@ -323,9 +323,11 @@ def test_a_connection_that_the_peer_does_not_end_counts_until_it_is_closed(
     with serving.connect() as connection:
         eventually(lambda: serving.service.connections == 1, "the connection to be the only one")
         peer = connection._socket
+        began = time.monotonic()
         peer.sendall(messages.LENGTH.pack(0))
         with socket.socket(fileno=peer.detach()) as raw:  # says nothing more: TLS does not answer the end
             eventually(lambda: not serving.service.connections, "the connection to count no more")
+            assert time.monotonic() - began < 20.0, "asyncio ended it, which waits for 30 s"
             raw.setblocking(False)
             while raw.recv(1000):  # raises BlockingIOError as long as it is open
                 pass
