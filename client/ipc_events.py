@@ -420,7 +420,7 @@ def _stream(stream: Stream | int) -> int:
     """Return the handle of a stream; bindings of CUDA have objects that are one by their ``__int__``."""
     if isinstance(stream, Stream):
         return stream.handle
-    handle = int(stream) if hasattr(stream, "__int__") else -1
+    handle = int(stream) if hasattr(stream, "__int__") and not isinstance(stream, float) else -1
     if not 0 <= handle < 1 << 64:
         raise Invalid(f"{stream!r} is no stream: pass a Stream, or a handle, such as torch.cuda.Stream.cuda_stream")
     return handle

@@ -332,8 +332,8 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
         else:
             listener = _listen(where)
     except OSError as error:
-        name, why = where if isinstance(where, Path) else _written(*where), explain(error, str(where))
-        log.error("there are no metrics, since this process cannot listen on %s: %s", name, why)
+        name = where if isinstance(where, Path) else _written(*where)
+        log.error("there are no metrics, since this process cannot listen on %s: %s", name, explain(error, str(where)))
         return None
     except Invalid as error:
         log.error("there are no metrics: %s", error.message)

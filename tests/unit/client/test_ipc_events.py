@@ -287,7 +287,7 @@ def test_numbers_that_make_no_sense_are_refused(pool: Pool) -> None:
         for generation in generations:
             with pytest.raises(Invalid, match=f"a generation after {generation!r}: generations are 0 to"):
                 event.wait(after=generation)
-        streams: tuple[Any, ...] = ("3", -1, 1 << 64, object())
+        streams: tuple[Any, ...] = ("3", -1, 1 << 64, object(), 1.0)
         for stream in streams:
             for call in (event.record, event.wait):  # before it waits
                 with pytest.raises(Invalid, match="is no stream: pass a Stream, or a handle"):
