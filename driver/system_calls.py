@@ -11,7 +11,6 @@ import mmap
 import os
 import platform
 import resource
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -115,8 +114,8 @@ class HugePages:
             raise _last_error()
         self._starts = [start]  # until it is unmapped
         self._open = True
-        #: One entry for each call of `populate` that may be writing, and so keeps the memory mapped.
-        self._writing: deque[None] = deque()
+        #: A token of each call of `populate` that may be writing, and so keeps the memory mapped.
+        self._writing: set[object] = set()
         #: Its address, a multiple of a huge page's size.
         self.pointer = start + -start % HUGE_PAGE
         if _libc.madvise(start, self._whole, mmap.MADV_DONTFORK):
@@ -134,15 +133,16 @@ class HugePages:
         meanwhile, and other threads that map memory would wait for it. Small pages are too many to be written to:
         MADV_POPULATE_WRITE brings them into memory, except on kernels before 5.14, which do nothing.
         """
+        token = object()
         try:
-            self._writing.append(None)
+            self._writing.add(token)
             if self._open:  # read last: either `close` sees the entry, or this line sees `close`
                 if self._huge:
                     ctypes.memset(self.pointer + offset, 0, nbytes)
                 else:
                     _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
         finally:
-            self._writing.pop()
+            self._writing.discard(token)
             if not self._open:
                 self.close()
 
