@@ -314,8 +314,7 @@ class Broker(Reconnecting):
             return self._update(name, sources, base, ask, digest=digest)
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
-        placed = place(self.driver, layout, devices, places)
-        return self._fill(ask(layout, placed), layout, sources, digest)
+        return self._fill(ask(layout, place(self.driver, layout, devices, places)), layout, sources, digest)
 
     @blocking
     def retire(self, name: str, version: int | None = None) -> Steps[messages.Retirement]:
@@ -598,10 +597,11 @@ class Broker(Reconnecting):
         places = None if plan is None else local.find_plan(self.driver, plan)
         if isinstance(layout, Layout):
             layout.check()
+        elif places is None:
+            layout = Layout.pack(layout)
         else:
             tensors = tuple(triples(layout))
-            groups = None if places is None else local.resolve_plan(places, (name for name, *_ in tensors))
-            layout = Layout.pack(tensors, groups=groups)
+            layout = Layout.pack(tensors, groups=local.resolve_plan(places, (name for name, *_ in tensors)))
         return layout, place(self.driver, layout, devices, places)
 
     def _creation(
