@@ -597,7 +597,7 @@ def switch(
     """Map another version for a module that a pool is bound to, at the same addresses; returns the version.
 
     No work may run on the module during the call. Private tensors that no process was seen to write get the new values,
-    except those that the module has dropped.
+    except those that the module has dropped. If the call raises an error, the module keeps its version.
 
     Args:
         broker: the pool's session.
@@ -608,8 +608,9 @@ def switch(
         manifest: the manifest of the module's version, if the pool is asleep: it wakes on the other version.
 
     Raises:
-        Invalid: the version was not published from a module of the same structure; nothing has changed.
+        Invalid: the version was not published from a module of the same structure.
         CubrokerError: as :meth:`Broker.attach` and :meth:`Pool.switch`.
+        torch.OutOfMemoryError: there is no memory for a second copy of the private tensors.
     """
     if manifest is None:
         manifest = read_manifest(pool)
@@ -619,10 +620,15 @@ def switch(
                 f"runtime pool {pool.name!r}@{target.version} was published from a module of another structure than"
                 f" version {pool.version}, which stays: {difference(other, manifest)}; bind it to a new module"
             )
+        now = {found.name: found.tensor for found in _found(model)}
+        # The copies are made first: if there is no memory for them, the module keeps all of its version.
+        constants = [
+            (now[entry.name], tensor)
+            for entry, tensor in zip(manifest.entries, _tensors(manifest, target), strict=True)
+            if entry.name in now and (entry.constant or (entry.host and not entry.private))
+        ]
         pool.switch(target.version)
-    now = {found.name: found.tensor for found in _found(model)}
     with torch.no_grad():
-        for entry, tensor in zip(manifest.entries, _tensors(manifest, pool), strict=True):
-            if entry.name in now and (entry.constant or (entry.host and not entry.private)):
-                now[entry.name].copy_(tensor)
+        for mine, tensor in constants:
+            mine.copy_(tensor)
     return pool.version

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cubroker.client import Broker
 from cubroker.integrations import runtime_pools
@@ -419,6 +420,31 @@ def test_tensors_that_shall_be_private_get_the_values_of_another_version(client:
         same(one, loaded(2))
         assert torch.equal(two.large, loaded(2).large)
         del one, two
+
+
+class NoRoom(TorchDispatchMode):
+    """Torch, on a device that has no memory left for copies."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            raise torch.OutOfMemoryError("no room")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_module_keeps_its_version_where_there_is_no_room_for_the_private_tensors_of_another(
+    client: Broker, name: str
+) -> None:
+    publish(client, name, loaded(1), private=["large"])
+    with client.attach(name) as pool:
+        twin = runtime_pools.bind(meta(), pool, strict=False)
+        publish(client, name, loaded(2), like=runtime_pools.read_manifest(pool))
+        with NoRoom(), pytest.raises(torch.OutOfMemoryError, match="no room"):
+            runtime_pools.switch(client, twin, pool)
+        assert pool.version == 1
+        same(twin, loaded(1))
+        assert runtime_pools.switch(client, twin, pool) == 2
+        same(twin, loaded(2))
+        del twin
 
 
 def test_a_version_says_what_it_was_made_from(client: Broker, name: str) -> None:
