@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
@@ -201,11 +201,12 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
             model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
         attach_model(model, pool)
 
-    Parameters have the pool's dtypes, not the model's. Parameters that the model ties to each other stay tied, unless
-    the pool has different values for them, or the same in two dtypes or on two devices. Buffers that checkpoints lack
-    (rotary frequencies, position ids) are computed by the model's own ``_init_weights``, as ``from_pretrained`` does
-    it; so are parameters that the model neither trains nor expects in checkpoints (the positions of ``MarianMTModel``).
-    Afterwards the model is in evaluation mode and no parameter requires a gradient: shared weights are not trained.
+    The pool may have names that transformers, since release 5, renames when it loads a checkpoint. Parameters have the
+    pool's dtypes, not the model's. Parameters that the model ties to each other stay tied, unless the pool has
+    different values for them, or the same in two dtypes or on two devices. Buffers that checkpoints lack (rotary
+    frequencies, position ids) are computed by the model's own ``_init_weights``, as ``from_pretrained`` does it; so are
+    parameters that the model neither trains nor expects in checkpoints (the positions of ``MarianMTModel``). Afterwards
+    the model is in evaluation mode and no parameter requires a gradient: shared weights are not trained.
 
     Args:
         model: a model made under ``torch.device("meta")``; it is changed in place, also if this fails.
@@ -219,7 +220,7 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
     Raises:
         Invalid: names or shapes of model and pool do not match, or a tensor would stay without data.
     """
-    state = _prefixed(model, state_dict(pool))
+    state = _renamed(model, pool)
     twins = _complete_twins(model, state)
     _compute_absent(model, state, next(iter(state.values())).device if state else torch.device("cpu"))
     model.requires_grad_(False)
@@ -240,10 +241,43 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
     return model.eval()
 
 
-def _prefixed(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name the tensors as ``model`` does: the pool may be a base model's and ``model`` have a head, or the reverse."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    names = model.state_dict().keys()
+def _renamed(model: nn.Module, pool: Pool) -> dict[str, torch.Tensor]:
+    """Return the tensors of a pool by the names that ``model`` has for them.
+
+    Many checkpoints are older than their model's class and have other names. Transformers renames their tensors as it
+    loads them, since release 5 by rules that can be asked for. It also has rules that compute other tensors, such as
+    one of all experts; these are not applied, since that would be a copy.
+    """
+    state, names = state_dict(pool), model.state_dict()
+    if state.keys() <= names.keys():
+        return state
+    prefix = getattr(model, "base_model_prefix", "")
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:
+        return _prefixed(prefix, names, state)
+    if not isinstance(model, PreTrainedModel):
+        return _prefixed(prefix, names, state)
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    found: dict[str, str] = {}
+    for name in sorted(state):  # some rules apply only after a name that sorts before theirs
+        renamed, _ = rename_source_key(name, rules, [], prefix or None, names)
+        if renamed not in names:  # the rules are for older names
+            renamed, _ = rename_source_key(name, [], [], prefix or None, names)
+        first = found.setdefault(renamed, name)
+        if not _same(state[first], state[name]):
+            raise Invalid(
+                f"pool {pool.name!r} has two tensors for {renamed!r} of {type(model).__name__}: {first!r} and {name!r},"
+                f" which differ; publish the loaded model's state_dict instead"
+            )
+    return {renamed: state[name] for renamed, name in found.items()}
+
+
+def _prefixed(prefix: str, names: Collection[str], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name the tensors as a model does: the pool may be a base model's and the model have a head, or the reverse."""
+    prefix = f"{prefix}."
     has, wants = (any(name.startswith(prefix) for name in side) for side in (state, names))
     if has == wants:
         return state

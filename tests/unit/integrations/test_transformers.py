@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import constants
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
@@ -75,6 +75,11 @@ def share(client: Broker, model: Any, folder: Path) -> Pool:
     model.save_pretrained(folder)
     load(client, "m", folder)
     return client.attach("m")
+
+
+def write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
+    save_file(tensors, path)
+    return path
 
 
 def twins(model: nn.Module) -> set[tuple[str, ...]]:
@@ -272,6 +277,39 @@ def test_a_checkpoint_that_is_converted_when_it_is_loaded_is_published_converted
         with torch.no_grad():
             assert torch.equal(original(tokens)[0], model(tokens)[0])
         del model
+
+
+LLAVA = {
+    "text_config": {"model_type": "llama", **LLAMA},
+    "vision_config": {"model_type": "clip_vision_model", **SIZES, "image_size": 8, "patch_size": 4},
+}
+
+
+def test_a_checkpoint_fits_by_the_names_that_transformers_has_today(client: Broker, tmp_path: Path) -> None:
+    older, today = "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight"
+    original = made("LlavaForConditionalGeneration", LLAVA)
+    with share(client, original, tmp_path) as pool:
+        assert older in pool
+        assert today not in pool
+        model = attach_model(empty("LlavaForConditionalGeneration", LLAVA), pool)
+        assert model.get_parameter(today).data_ptr() == pool[older].pointer
+        tokens = torch.arange(24).reshape(1, 24)
+        with torch.no_grad():
+            assert torch.equal(original(tokens).logits, model(tokens).logits)
+        del model
+
+
+def test_two_tensors_for_one_name_have_to_be_the_same(client: Broker, tmp_path: Path) -> None:
+    older, today = "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight"
+    made("LlavaForConditionalGeneration", LLAVA).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    load(client, "m", write({**stored, today: stored[older].clone()}, tmp_path / "same.safetensors"))
+    with client.attach("m") as pool:
+        attach_model(empty("LlavaForConditionalGeneration", LLAVA), pool)
+    load(client, "m", write({**stored, today: stored[older] + 1}, tmp_path / "other.safetensors"))
+    words = f"two tensors for '{today}' of LlavaForCond.*: '{older}' and '{today}', which differ"
+    with client.attach("m") as pool, pytest.raises(Invalid, match=words):
+        attach_model(empty("LlavaForConditionalGeneration", LLAVA), pool)
 
 
 @pytest.mark.slow
