@@ -45,8 +45,7 @@ from cubroker.server.monitoring.observer import LedgerObserver
 from cubroker.server.store.fdstore import StoreReplied
 from cubroker.server.transport.admission import Sessions, answer_ping
 from cubroker.server.transport.requests import IncomingRequests, own_failure
-from cubroker.server.transport.session import FdTransfer, SessionConnection
-from cubroker.server.transport.session_journal import LoggedSession, SessionLog
+from cubroker.server.transport.session import FdTransfer, LoggedSession, SessionConnection, SessionLog
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver

@@ -37,7 +37,7 @@ from cubroker.server.store.fdstore import JOURNAL, AsyncNotifier, Store
 from cubroker.server.takeover import InheritedFds, inherited, readable, restore
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess
-from cubroker.server.transport.session_journal import SessionLog
+from cubroker.server.transport.session import SessionLog
 
 log = logging.getLogger(__name__)
 

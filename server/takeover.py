@@ -26,8 +26,7 @@ from cubroker.server.ledger.records import Session
 from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit
 from cubroker.server.transport.peer_credentials import Peer
-from cubroker.server.transport.session import label
-from cubroker.server.transport.session_journal import LoggedSession, SessionLog, recall
+from cubroker.server.transport.session import LoggedSession, SessionLog, label, recall
 
 log = logging.getLogger(__name__)
 

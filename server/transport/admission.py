@@ -38,8 +38,7 @@ from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, read_process_by_pidfd, verify
 from cubroker.server.transport.requests import IncomingRequests
-from cubroker.server.transport.session import SessionConnection, label, send_last
-from cubroker.server.transport.session_journal import LoggedSession, SessionLog
+from cubroker.server.transport.session import LoggedSession, SessionConnection, SessionLog, label, send_last
 from cubroker.server.transport.unix_sockets import CREDENTIALS
 
 if TYPE_CHECKING:

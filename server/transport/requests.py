@@ -46,8 +46,7 @@ from cubroker.server.transport.reply_cache import (
     SharedLayout,
     parts,
 )
-from cubroker.server.transport.session import SessionConnection
-from cubroker.server.transport.session_journal import LASTING, SessionLog
+from cubroker.server.transport.session import LASTING, SessionConnection, SessionLog
 
 log = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ from cubroker.server.transport import framing
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.requests import IncomingRequests
-from cubroker.server.transport.session_journal import SessionLog
+from cubroker.server.transport.session import SessionLog
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore

@@ -42,7 +42,7 @@ from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
-from cubroker.server.transport.session_journal import SessionLog, recall
+from cubroker.server.transport.session import SessionLog, recall
 from tests.brokers import PATIENCE
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore

@@ -50,8 +50,7 @@ from cubroker.server.transport import fair_queue, framing, reply_cache
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.requests import LARGE as LARGE_LEASE
 from cubroker.server.transport.requests import IncomingRequests, head
-from cubroker.server.transport.session import SessionConnection
-from cubroker.server.transport.session_journal import SessionLog
+from cubroker.server.transport.session import SessionConnection, SessionLog
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.protocol.samples import INFO
 from tests.unit.server.clients import LAYOUT, RawClient, session
