@@ -1,12 +1,24 @@
-"""Decodes frames to requests, each passed on once, and encodes replies to frames: both ends of the broker's line."""
+"""Requests, from the gateway's batches to events of the ledger, and their replies, back to batches.
+
+Each request is passed on once. Cheap ones go to the ledger as they arrive. Expensive ones wait in a :class:`FairQueue`.
+
+Work is expensive if it takes a millisecond or more: checking a layout, listing a thousand pools, sending a layout of
+megabytes. It runs on the broker's loop all the same, where it needs no locks and does not compete with another thread
+for the interpreter. It runs in short steps, so that cheap requests wait for one step at most. After a step the loop
+does its other work, for at least as long as the step took if there is that much, and then the next step. Each turn goes
+to the user who has used the least loop time. The sessions of a user take turns, job by job. The jobs of one session run
+in the order of their arrival, and are dropped when the session ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from weakref import WeakValueDictionary
 
 import msgpack
@@ -33,10 +45,9 @@ from cubroker.protocol.messages import (
     SetLayout,
 )
 from cubroker.protocol.wire import NUMBER, SECRET, Digest, complete, digest, session_of
-from cubroker.server.event_queue import EventQueue
+from cubroker.server.event_queue import EventQueue, TurnDue
 from cubroker.server.ledger.events import RequestReceived, Respond
 from cubroker.server.transport import framing
-from cubroker.server.transport.fair_queue import FairQueue, Job
 from cubroker.server.transport.reply_cache import (
     LEASES,
     MAX_BYTES,
@@ -81,64 +92,14 @@ FULL = Failed(
     f" and answers of it or of all its user's sessions; that is the limit; send again when fewer are pending",
 )
 
+QUANTUM = 0.001  #: Seconds after which a step is over, if its job has come to a ``yield``.
+IDLE_ROUND = 0.0001  #: Seconds that a round of the loop takes with next to nothing to do.
 
-class RecentLayouts:
-    """A cache of the checks and digests of layouts; the layout that was added first is dropped first.
+Outcome = RequestReceived | Respond
+"""What a job may lead to: a request for the ledger, or a reply that needs no decision."""
 
-    A model is published again and again, and checking 723 tensors takes a millisecond. Every reply with a layout of
-    more than a few kilobytes is authenticated by the layout's digest. All leases on a version have the same layout,
-    perhaps of megabytes, and computing a digest takes a millisecond per megabyte.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, _Known] = {}
-        self._nbytes = 0
-
-    def check(self, layout: SharedLayout) -> Generator[None, None, Outline | Failed]:
-        """Check a layout in short steps, unless an earlier check found it valid."""
-        known = self._known.get(layout.data)
-        if known and known.outline:
-            return known.outline
-        outcome = yield from layout.check()
-        if isinstance(outcome, Outline):
-            self._remember(layout.data).outline = outcome
-        return outcome
-
-    def digest(self, layout: bytes) -> bytes:
-        """Return a layout's digest, computed without a pause if it is not known."""
-        deque(self.steps(layout), maxlen=0)
-        return self._known[layout].digest
-
-    def steps(self, layout: bytes) -> Generator[None, None, None]:
-        """Compute a layout's digest in short steps, unless it is known."""
-        known = self._known.get(layout)
-        if known and known.digest:
-            return
-        digest, view = Digest(), memoryview(layout)
-        for start in range(0, len(layout), HASH_STEP):
-            digest.add(view[start : start + HASH_STEP])
-            yield
-        self._remember(layout).digest = digest.done()
-
-    def _remember(self, layout: bytes) -> _Known:
-        """Return the entry of a layout, added if it is new; drop the oldest others past :data:`MAX_REMEMBERED`."""
-        if layout not in self._known:
-            self._known[layout] = _Known()
-            self._nbytes += len(layout)
-        while self._nbytes > MAX_REMEMBERED and len(self._known) > 1:
-            oldest = next(iter(self._known))
-            del self._known[oldest]
-            self._nbytes -= len(oldest)
-        return self._known[layout]
-
-
-class _Known(Struct):
-    """What was computed from a layout."""
-
-    #: Empty if it is not computed yet.
-    digest: bytes = b""
-    #: None if the layout was not checked, or is invalid.
-    outline: Outline | None = None
+Job = Generator[None, None, Outcome | None]
+"""Work that may be interrupted wherever it yields."""
 
 
 class IncomingRequests:
@@ -383,3 +344,228 @@ def head(data: bytes) -> tuple[bytes, int]:
     # A bool is an int, hence type(); and an id that is too large for an answer is invalid.
     fits = type(secret) is bytes and type(request) is int and 0 < request < 1 << 63
     return (secret, request) if fits else (b"", 0)
+
+
+# -- layouts -------------------------------------------------------------------------------------------
+
+
+class RecentLayouts:
+    """A cache of the checks and digests of layouts; the layout that was added first is dropped first.
+
+    A model is published again and again, and checking 723 tensors takes a millisecond. Every reply with a layout of
+    more than a few kilobytes is authenticated by the layout's digest. All leases on a version have the same layout,
+    perhaps of megabytes, and computing a digest takes a millisecond per megabyte.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Known] = {}
+        self._nbytes = 0
+
+    def check(self, layout: SharedLayout) -> Generator[None, None, Outline | Failed]:
+        """Check a layout in short steps, unless an earlier check found it valid."""
+        known = self._known.get(layout.data)
+        if known and known.outline:
+            return known.outline
+        outcome = yield from layout.check()
+        if isinstance(outcome, Outline):
+            self._remember(layout.data).outline = outcome
+        return outcome
+
+    def digest(self, layout: bytes) -> bytes:
+        """Return a layout's digest, computed without a pause if it is not known."""
+        deque(self.steps(layout), maxlen=0)
+        return self._known[layout].digest
+
+    def steps(self, layout: bytes) -> Generator[None, None, None]:
+        """Compute a layout's digest in short steps, unless it is known."""
+        known = self._known.get(layout)
+        if known and known.digest:
+            return
+        digest, view = Digest(), memoryview(layout)
+        for start in range(0, len(layout), HASH_STEP):
+            digest.add(view[start : start + HASH_STEP])
+            yield
+        self._remember(layout).digest = digest.done()
+
+    def _remember(self, layout: bytes) -> _Known:
+        """Return the entry of a layout, added if it is new; drop the oldest others past :data:`MAX_REMEMBERED`."""
+        if layout not in self._known:
+            self._known[layout] = _Known()
+            self._nbytes += len(layout)
+        while self._nbytes > MAX_REMEMBERED and len(self._known) > 1:
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._nbytes -= len(oldest)
+        return self._known[layout]
+
+
+class _Known(Struct):
+    """What was computed from a layout."""
+
+    #: Empty if it is not computed yet.
+    digest: bytes = b""
+    #: None if the layout was not checked, or is invalid.
+    outline: Outline | None = None
+
+
+# -- turns ---------------------------------------------------------------------------------------------
+
+
+class FairQueue:
+    """The expensive jobs of all users, and whose turn it is.
+
+    Args:
+        queue: gets :class:`~cubroker.server.event_queue.TurnDue` whenever the next :meth:`step` should be made.
+        loop: the event loop of ``queue``.
+
+    Attributes:
+        paused: whether steps are suspended.
+    """
+
+    def __init__(self, queue: EventQueue, loop: asyncio.AbstractEventLoop) -> None:
+        self._queue = queue
+        self._loop = loop
+        self._users: dict[int, _User] = {}
+        self._now = 0.0  # the loop time that the user of the last step had used before it
+        self._armed = False
+        self.paused = False
+        self._round = 0.0  # when the last round of the loop began, or the step in it ended
+        self._due = 0.0  # when the loop's other work has had as long as the last step
+
+    def put(self, uid: int, owner: Hashable, number: int, job: Job) -> None:
+        """Add a job for request ``number`` of a session; it begins immediately if this round of the loop had no step.
+
+        A request has one job at a time: a second one is dropped.
+        """
+        if self.has(uid, owner, number):
+            return
+        user = self._users.get(uid)
+        if user is None:
+            user = self._users[uid] = _User(self._now)
+        user.lines.setdefault(owner, {})[number] = job
+        if not self._armed and not self.paused:
+            self._arm()
+            self._queue.put(TurnDue())
+
+    def has(self, uid: int, owner: Hashable, number: int) -> bool:
+        """Whether a job of the request waits or was interrupted."""
+        user = self._users.get(uid)
+        if user is None:
+            return False
+        current = user.current
+        if number in user.lines.get(owner, ()):
+            return True
+        return current is not None and (current.owner, current.number) == (owner, number)
+
+    def step(self) -> Iterator[Outcome]:
+        """Make the next step; if a job ends in it, yield the job's outcome.
+
+        The time that the caller spends on the outcome, until it resumes this iterator, counts for the job's user.
+        """
+        if not self._users or self.paused:
+            return
+        if not self._armed:
+            self._arm()
+        uid, user = min(self._users.items(), key=lambda item: item[1].spent)
+        self._now, began = user.spent, perf_counter()
+        try:
+            if (outcome := user.step(began + QUANTUM)) is not None:
+                yield outcome
+        finally:
+            self._round = ended = perf_counter()
+            self._due = ended + ended - began
+            user.spent += ended - began
+            if user.idle and self._users.get(uid) is user:
+                del self._users[uid]
+
+    def drop(self, uid: int, owner: Hashable) -> None:
+        """Drop the jobs of a session."""
+        user = self._users.get(uid)
+        if user is None:
+            return
+        user.lines.pop(owner, None)
+        if user.current and user.current.owner == owner:
+            user.current = None
+        if user.idle:
+            del self._users[uid]
+
+    def pause(self) -> None:
+        """Make no step until :meth:`resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Make steps again."""
+        self.paused = False
+        if self._users and not self._armed:
+            self._arm()
+
+    def close(self) -> None:
+        """Drop all jobs."""
+        self._users.clear()
+
+    def _arm(self) -> None:
+        self._armed = True
+        self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Schedule the next step after an idle round, or once other work has had as long as the last step."""
+        began, self._round = self._round, perf_counter()
+        if self._round - began > IDLE_ROUND and self._round < self._due:
+            self._loop.call_soon(self._look)
+        else:
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._armed = False
+        if self._users and not self.paused:
+            self._queue.put(TurnDue())
+
+
+@dataclass(slots=True, eq=False)
+class _User:
+    """The jobs of one user."""
+
+    #: Seconds of the loop's time that the user has used.
+    spent: float
+    #: The jobs that wait, by session, the next session first, and by request.
+    lines: dict[Hashable, dict[int, Job]] = field(default_factory=dict)
+    #: The job under way. A user has one at most, and so the memory of one unfinished job.
+    current: _Current | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self.current is None and not self.lines
+
+    def step(self, until: float) -> Outcome | None:
+        """Run the current job to its end, or past ``until``; return what it led to."""
+        current = self.current = self.current or self._next()
+        try:
+            while True:
+                next(current.job)
+                if perf_counter() >= until or self.current is not current:  # or its session ended in this step
+                    return None
+        except StopIteration as end:
+            self.current = None
+            outcome: Outcome | None = end.value
+            return outcome
+        except BaseException:
+            self.current = None
+            raise
+
+    def _next(self) -> _Current:
+        owner = next(iter(self.lines))
+        line = self.lines.pop(owner)
+        number = next(iter(line))
+        job = line.pop(number)
+        if line:
+            self.lines[owner] = line
+        return _Current(owner, number, job)
+
+
+@dataclass(slots=True)
+class _Current:
+    """The job that a user's turns are spent on until it is done."""
+
+    owner: Hashable
+    number: int
+    job: Job

@@ -46,7 +46,7 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.event_queue import BatchReceived, Event, EventQueue
 from cubroker.server.ledger.events import RequestReceived, Respond
-from cubroker.server.transport import fair_queue, framing, reply_cache
+from cubroker.server.transport import framing, reply_cache, requests
 from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.requests import LARGE as LARGE_LEASE
 from cubroker.server.transport.requests import IncomingRequests, head
@@ -163,8 +163,8 @@ class Desk:
         """Take a batch or a turn, as the broker does."""
         if isinstance(event, BatchReceived) and not self.gateway.behind:
             self.requests.turns.resume()
-        requests = self.requests
-        for outcome in requests.decode(event.requests) if isinstance(event, BatchReceived) else requests.turns.step():
+        incoming = self.requests
+        for outcome in incoming.decode(event.requests) if isinstance(event, BatchReceived) else incoming.turns.step():
             if isinstance(outcome, Respond):
                 self.respond(outcome.request, outcome.body)
             else:
@@ -559,7 +559,7 @@ def test_dear_requests_wait_while_the_gateway_is_behind_with_answers() -> None:
 def test_large_leases_are_sent_in_turn_and_a_copy_of_the_request_sends_none_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fair_queue, "QUANTUM", PATIENCE)  # a turn is a lease, however long the machine takes for it
+    monkeypatch.setattr(requests, "QUANTUM", PATIENCE)  # a turn is a lease, however long the machine takes for it
 
     def lease(number: int) -> Attached:
         return Attached(number, "pool", 1, "ipc", bytes(LARGE_LEASE + 1), (ReplicaHandles("HOST-0", (bytes(64),)),))

@@ -12,8 +12,8 @@ import pytest
 from cubroker.protocol.messages import Done
 from cubroker.server.event_queue import EventQueue, TurnDue
 from cubroker.server.ledger.events import Respond
-from cubroker.server.transport import fair_queue
-from cubroker.server.transport.fair_queue import IDLE_ROUND, QUANTUM, FairQueue, Job
+from cubroker.server.transport import requests
+from cubroker.server.transport.requests import IDLE_ROUND, QUANTUM, FairQueue, Job
 
 ALICE, BOB = 1000, 1001
 
@@ -27,7 +27,7 @@ class Desk:
         self.rounds = 0
         self.steps = 0
         self._soon: list[Callable[[], None]] = []
-        patch.setattr(fair_queue, "perf_counter", lambda: self.now)
+        patch.setattr(requests, "perf_counter", lambda: self.now)
         loop = SimpleNamespace(call_soon=self._soon.append)
         self.turns = FairQueue(cast(EventQueue, self), cast(asyncio.AbstractEventLoop, loop))
         self.outcome: Callable[[], None] = lambda: None  # done about a job that asks for it
