@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from cubroker.protocol.errors import CorruptJournal, Unavailable
-from cubroker.server import standby
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, stored_as
 from cubroker.server.directory_lock import LISTENERS
@@ -24,7 +23,7 @@ from cubroker.server.ledger import HeldMemory, Ledger
 from cubroker.server.ledger.events import ConnectionLost, LedgerEvent, MemoryLost, ProcessExited, Resumed
 from cubroker.server.ledger.records import Session
 from cubroker.server.store.fdstore import AsyncNotifier, Store
-from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit
+from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit, is_offered
 from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session import LoggedSession, SessionLog, label, recall
 
@@ -92,7 +91,7 @@ def inherited(
         stored = inherit(environ)
         for name, descriptors in (handed or {}).items():
             stored.setdefault(name, []).extend(descriptors)
-        offered = standby.is_offered(environ)
+        offered = is_offered(environ)
         for name in VARIABLES:
             environ.pop(name, None)
         listening = {name: stored.pop(name)[0] for name in LISTENERS if name in stored}

@@ -30,8 +30,18 @@ from typing import NamedTuple
 
 from cubroker.protocol.errors import explain
 from cubroker.server.hardening import blocked
-from cubroker.server.standby import OFFER, READY, SPEAKS, TAKEN, checksum, hand_over
-from cubroker.server.store.sd_notify import COMMAND, FIRST, STANDBY, VARIABLES
+from cubroker.server.store.sd_notify import (
+    COMMAND,
+    FIRST,
+    OFFER,
+    READY,
+    SPEAKS,
+    STANDBY,
+    TAKEN,
+    VARIABLES,
+    checksum,
+    hand_over,
+)
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  #: Exit statuses of a command that cannot be run, as a shell's.
 
@@ -126,7 +136,7 @@ def start(
         stored: descriptors, each at least 3, and their names.
         signals: those that this process handles, and the child must not.
         say: called with the reason if the command cannot be run.
-        standby: a descriptor that the child inherits if it is to stand by (:mod:`cubroker.server.standby`).
+        standby: a descriptor that the child inherits if it is to stand by (:mod:`cubroker.server.store.sd_notify`).
     """
     # Another manager's variables are for this process, not for the child.
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}

@@ -16,9 +16,8 @@ from importlib import import_module
 from typing import Any
 
 from cubroker.protocol.errors import CubrokerError
-from cubroker.server.standby import Standby, is_offered
 from cubroker.server.store import sd_notify
-from cubroker.server.store.sd_notify import Manager, inherit
+from cubroker.server.store.sd_notify import Manager, Standby, inherit, is_offered
 
 LINE = 1 << 18
 

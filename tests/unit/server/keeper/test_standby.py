@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.server.standby import OUTDATED, SPEAKS, Standby
+from cubroker.server.store.sd_notify import OUTDATED, SPEAKS, Standby
 from tests.brokers import PATIENCE, eventually
 from tests.namespaces import children, unshare
 from tests.unit.cli.processes import environment, run
