@@ -42,14 +42,14 @@ from cubroker.server.ledger import Ledger, events
 from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond
 from cubroker.server.ledger.snapshot import Audit
 from cubroker.server.monitoring.observer import LedgerObserver
-from cubroker.server.store.fdstore import StoreReplied
+from cubroker.server.store.store import StoreReplied
 from cubroker.server.transport.admission import Sessions, answer_ping
 from cubroker.server.transport.requests import IncomingRequests, own_failure
 from cubroker.server.transport.session import FdTransfer, LoggedSession, SessionConnection, SessionLog
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver
-    from cubroker.server.store.fdstore import Store
+    from cubroker.server.store.store import Store
     from cubroker.server.transport.gateway_process import GatewayProcess
 
 log = logging.getLogger(__name__)

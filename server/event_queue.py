@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from cubroker.server.ledger.events import LedgerEvent, ProcessMemory
-from cubroker.server.store.fdstore import StoreReplied
+from cubroker.server.store.store import StoreReplied
 from cubroker.server.transport.peer_credentials import Peer
 
 

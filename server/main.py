@@ -32,8 +32,8 @@ from cubroker.server.ledger.records import SESSION_FDS, Budget
 from cubroker.server.ledger.tables import NO_INDEX
 from cubroker.server.monitoring.observer import BrokerGauges, LedgerObserver
 from cubroker.server.store import sd_notify
-from cubroker.server.store.fdstore import JOURNAL, AsyncNotifier, Store
 from cubroker.server.store.sd_notify import SPEAKS, Standby
+from cubroker.server.store.store import JOURNAL, AsyncNotifier, Store
 from cubroker.server.takeover import InheritedFds, inherited, readable, restore
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess

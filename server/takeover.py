@@ -22,8 +22,8 @@ from cubroker.server.directory_lock import LISTENERS
 from cubroker.server.ledger import HeldMemory, Ledger
 from cubroker.server.ledger.events import ConnectionLost, LedgerEvent, MemoryLost, ProcessExited, Resumed
 from cubroker.server.ledger.records import Session
-from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit, is_offered
+from cubroker.server.store.store import AsyncNotifier, Store
 from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session import LoggedSession, SessionLog, label, recall
 

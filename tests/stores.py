@@ -14,8 +14,8 @@ from threading import Event, Thread
 
 from cubroker.protocol.errors import CorruptJournal
 from cubroker.server.store import sd_notify
-from cubroker.server.store.journal import Journal, newest_slot
 from cubroker.server.store.sd_notify import close_all
+from cubroker.server.store.store import Journal, newest_slot
 from tests import forkserver
 from tests.brokers import DEVICES, BrokerProcess, measured, started
 from tests.forkserver import SERVER

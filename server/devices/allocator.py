@@ -34,7 +34,7 @@ from cubroker.server.ledger import events
 from cubroker.server.ledger.events import AllocationId
 from cubroker.server.ledger.memory import COPIES, rounded
 from cubroker.server.ledger.records import Budget, listed
-from cubroker.server.store.fdstore import Store
+from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
 

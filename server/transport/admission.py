@@ -43,7 +43,7 @@ from cubroker.server.transport.unix_sockets import CREDENTIALS
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver
-    from cubroker.server.store.fdstore import Store, StoreReplied
+    from cubroker.server.store.store import Store, StoreReplied
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from cubroker.protocol.errors import CorruptJournal, Invalid
 from cubroker.server.ledger import Ledger, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy
-from cubroker.server.store.journal import Journal
+from cubroker.server.store.store import Journal
 from tests.unit.server.ledger.story import BROKER, GPU0, GPU1, MIB, Story, asks, attaches, creates
 
 Items = list[tuple[bytes, bytes]]

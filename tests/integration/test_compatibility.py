@@ -19,7 +19,7 @@ from cubroker.protocol import Layout
 from cubroker.protocol.errors import Unsupported
 from cubroker.protocol.messages import VERSIONS
 from cubroker.server.ledger import entries
-from cubroker.server.store import journal
+from cubroker.server.store import store as store_module
 from tests.brokers import BrokerProcess, older, serving
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_the_page_names_the_versions_and_formats_of_this_release() -> None:
     told = {what: (reads, writes) for what, reads, writes, _ in rows("What is stored")}
     assert told == {
         "record of the ledger": (f"{entries.READABLE[0]} to {entries.READABLE[-1]}", str(entries.FORMAT)),
-        "journal, the file around it": (str(journal.FORMAT), str(journal.FORMAT)),
+        "journal, the file around it": (str(store_module.FORMAT), str(store_module.FORMAT)),
         "manifest of a runtime pool": (str(runtime_manifest.FORMAT), str(runtime_manifest.FORMAT)),
     }
     assert list(entries.READABLE) == list(range(entries.READABLE[0], entries.FORMAT + 1))

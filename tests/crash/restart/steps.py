@@ -38,9 +38,9 @@ from cubroker.server.devices.allocator import (
 )
 from cubroker.server.ledger import Ledger
 from cubroker.server.main import ServiceStatus
-from cubroker.server.store import journal
-from cubroker.server.store.journal import Journal
+from cubroker.server.store import store as store_module
 from cubroker.server.store.sd_notify import Manager
+from cubroker.server.store.store import Journal
 from cubroker.server.transport.admission import Listener, Sessions
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.requests import IncomingRequests
@@ -118,7 +118,7 @@ def serve(line: Channel, directory: str, devices: str, budget: str, notify: str,
 
 def install(reach: Reach) -> None:
     """Have ``reach`` called at every step from now on."""
-    journal.SLACK = SLACK
+    store_module.SLACK = SLACK
     before(reach, Journal, "commit", "commit")
     after(reach, Journal, "_append", "frame")
     after(reach, Journal, "_switch", "slot")

@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import CubrokerError, Unavailable
-from cubroker.server.store.journal import Journal
+from cubroker.server.store.store import Journal
 from tests.brokers import eventually, started
 from tests.crash.content import Form, check
 from tests.stores import StoredBroker

@@ -11,7 +11,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.protocol.errors import OverQuota, Unavailable
-from cubroker.server.store.journal import AREA, SLOTS, Journal, newest_slot
+from cubroker.server.store.store import AREA, SLOTS, Journal, newest_slot
 from tests.brokers import PATIENCE, eventually
 from tests.crash.content import Form, check
 from tests.stores import StoredBroker, storing

@@ -55,8 +55,8 @@ from cubroker.server.ledger.events import (
 )
 from cubroker.server.ledger.snapshot import Audit
 from cubroker.server.monitoring.observer import EventCounter, LedgerObserver
-from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import Manager
+from cubroker.server.store.store import AsyncNotifier, Store
 from cubroker.server.transport import framing
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer

@@ -9,8 +9,8 @@ import pytest
 
 from cubroker.server.main import ServiceStatus
 from cubroker.server.store import sd_notify
-from cubroker.server.store.fdstore import AsyncNotifier
 from cubroker.server.store.sd_notify import Manager
+from cubroker.server.store.store import AsyncNotifier
 from tests.faults import fail_nth
 from tests.stores import FdStore
 from tests.unit.server.loops import run, until

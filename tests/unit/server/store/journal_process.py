@@ -11,8 +11,8 @@ import random
 import sys
 from collections.abc import Iterator
 
-from cubroker.server.store import journal
-from cubroker.server.store.journal import Change, Journal
+from cubroker.server.store import store as store_module
+from cubroker.server.store.store import Change, Journal
 
 NUMBER = b"number"
 KEYS = 8
@@ -45,6 +45,6 @@ def numbers(kept: Journal) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    journal.SLACK = journal.CHUNK = 2048
+    store_module.SLACK = store_module.CHUNK = 2048
     for done in numbers(Journal.open(int(sys.argv[1]))):
         os.write(1, b"%d\n" % done)

@@ -38,8 +38,8 @@ from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.tables import Tables
 from cubroker.server.store import sd_notify
-from cubroker.server.store.fdstore import AsyncNotifier, Store
 from cubroker.server.store.sd_notify import Manager
+from cubroker.server.store.store import AsyncNotifier, Store
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session import SessionLog, recall
