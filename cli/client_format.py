@@ -13,7 +13,7 @@ import msgspec
 
 from cubroker.cli import format
 from cubroker.protocol.status import ClientInfo, ProcessInfo
-from cubroker.server.transport.peer_credentials import read_process
+from cubroker.server.transport.unix_sockets import read_process
 
 RUNTIMES = {"docker": "docker", "libpod": "podman", "crio": "cri-o", "containerd": "containerd", "lxc": "lxc"}
 """The runtime of a container, by a part of its cgroup's path."""

@@ -20,8 +20,7 @@ from typing import Self
 
 from cubroker.protocol.errors import Denied, Unavailable, about, reason, remedy
 from cubroker.protocol.paths import LOCK, REQUEST_SOCKET, SESSION_SOCKET, check, exposure
-from cubroker.server.transport.peer_credentials import overflow_id
-from cubroker.server.transport.unix_sockets import Access, BoundSocket, give_to_group, probe, set_access
+from cubroker.server.transport.unix_sockets import Access, BoundSocket, give_to_group, overflow_id, probe, set_access
 
 SO_PASSRIGHTS = 83  #: Linux 6.16: whether a Unix socket receives descriptors (asm-generic/socket.h; not in Python).
 BACKLOG = 512  #: Connections that may wait to be accepted.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cubroker.server.ledger.events import LedgerEvent, ProcessMemory
 from cubroker.server.store.store import StoreReplied
-from cubroker.server.transport.peer_credentials import Peer
+from cubroker.server.transport.unix_sockets import Peer
 
 
 class BatchReceived(NamedTuple):

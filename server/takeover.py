@@ -24,8 +24,8 @@ from cubroker.server.ledger.events import ConnectionLost, LedgerEvent, MemoryLos
 from cubroker.server.ledger.records import Session
 from cubroker.server.store.sd_notify import VARIABLES, Manager, close_all, inherit, is_offered
 from cubroker.server.store.store import AsyncNotifier, Store
-from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session import LoggedSession, SessionLog, label, recall
+from cubroker.server.transport.unix_sockets import Peer
 
 log = logging.getLogger(__name__)
 

@@ -54,8 +54,7 @@ from cubroker.protocol.messages import IPC, VMM
 from cubroker.protocol.paths import default_directory, find_directory
 from cubroker.server import hardening
 from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
-from cubroker.server.transport.peer_credentials import SO_PEERPIDFD, overflow_id, read_process
-from cubroker.server.transport.unix_sockets import CREDENTIALS
+from cubroker.server.transport.unix_sockets import CREDENTIALS, SO_PEERPIDFD, overflow_id, read_process
 
 _WORDS = {True: "works", False: "does not", None: "unknown"}
 _NOTES = {True: "good", False: "bad", None: "note"}

@@ -50,8 +50,7 @@ from cubroker.protocol.status import HIDDEN_ID
 from cubroker.server.config.schema import Address, Metrics
 from cubroker.server.monitoring.metrics import CONTENT_TYPE, BrokerCounters, MetricsWriter
 from cubroker.server.monitoring.observer import LedgerObserver, Snapshot
-from cubroker.server.transport.peer_credentials import overflow_id
-from cubroker.server.transport.unix_sockets import BoundSocket
+from cubroker.server.transport.unix_sockets import BoundSocket, overflow_id
 
 log = logging.getLogger(__name__)
 

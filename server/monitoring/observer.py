@@ -19,7 +19,7 @@ from cubroker.protocol import messages
 from cubroker.protocol.errors import Denied
 from cubroker.server.ledger import Ledger, events
 from cubroker.server.ledger.records import Session
-from cubroker.server.transport.peer_credentials import RateLimiter, RejectionLog
+from cubroker.server.transport.unix_sockets import RateLimiter, RejectionLog
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,16 @@ from cubroker.protocol.messages import VERSIONS, Attached, Created, Draining, He
 from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
-from cubroker.server.transport.peer_credentials import Peer, RejectionLog, identify, read_process_by_pidfd, verify
 from cubroker.server.transport.requests import IncomingRequests
 from cubroker.server.transport.session import LoggedSession, SessionConnection, SessionLog, label, send_last
-from cubroker.server.transport.unix_sockets import CREDENTIALS
+from cubroker.server.transport.unix_sockets import (
+    CREDENTIALS,
+    Peer,
+    RejectionLog,
+    identify,
+    read_process_by_pidfd,
+    verify,
+)
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver

@@ -58,8 +58,8 @@ from cubroker.protocol.wire import authentication
 from cubroker.server.event_queue import EventQueue, FdsDelivered
 from cubroker.server.ledger.events import ConnectionLost, ProcessExited
 from cubroker.server.ledger.snapshot import PREFIX
-from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.reply_cache import LEASES, NO_RECEIPTS, Frame, Receipts, ReplyCache
+from cubroker.server.transport.unix_sockets import Peer, RejectionLog
 
 log = logging.getLogger(__name__)
 

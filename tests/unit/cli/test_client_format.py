@@ -11,7 +11,7 @@ import pytest
 
 from cubroker.cli import client_format
 from cubroker.protocol.status import ClientInfo, LeaseInfo, ProcessInfo
-from cubroker.server.transport.peer_credentials import read_process
+from cubroker.server.transport.unix_sockets import read_process
 from tests.brokers import eventually
 
 ID = "3f2a9c5d1e07" + "ab" * 26

@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.client import Broker, Pool
 from cubroker.protocol import Layout
-from cubroker.server.transport.peer_credentials import read_process
+from cubroker.server.transport.unix_sockets import read_process
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.unit.cli.processes import run, started
 

@@ -16,7 +16,7 @@ from cubroker.cli import main
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import Close, Done
-from cubroker.server.transport.peer_credentials import read_process
+from cubroker.server.transport.unix_sockets import read_process
 from tests import checkpoints
 from tests.accounts import group_name, user_name
 from tests.brokers import PATIENCE, eventually, serving

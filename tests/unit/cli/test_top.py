@@ -28,7 +28,7 @@ from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import BlockInfo, LeaseInfo, ProcessInfo
-from cubroker.server.transport.peer_credentials import read_process
+from cubroker.server.transport.unix_sockets import read_process
 from tests import forkserver
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.forkserver import CLI

@@ -59,9 +59,9 @@ from cubroker.server.store.sd_notify import Manager
 from cubroker.server.store.store import AsyncNotifier, Store
 from cubroker.server.transport import framing
 from cubroker.server.transport.gateway_process import GatewayProcess
-from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.requests import IncomingRequests
 from cubroker.server.transport.session import SessionLog
+from cubroker.server.transport.unix_sockets import Peer
 from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore

@@ -26,7 +26,7 @@ from cubroker.server.transport import admission
 from cubroker.server.transport import gateway_process as transport
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess
-from cubroker.server.transport.peer_credentials import Peer
+from cubroker.server.transport.unix_sockets import Peer
 from tests.faults import fail_nth
 from tests.unit.server.clients import HELLO, hear
 from tests.unit.server.loops import Gateway, Recorder, run, until

@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.server import logs
 from cubroker.server.logs import LogWriter
-from cubroker.server.transport.peer_credentials import RejectionLog
+from cubroker.server.transport.unix_sockets import RejectionLog
 
 
 def record(message: str, level: int = logging.INFO, **fields: object) -> logging.LogRecord:

@@ -27,7 +27,7 @@ from cubroker.cli.doctor.facts import (
 )
 from cubroker.client import Broker
 from cubroker.protocol.paths import SESSION_SOCKET
-from cubroker.server.transport.peer_credentials import read_process
+from cubroker.server.transport.unix_sockets import read_process
 from tests.brokers import BrokerProcess
 from tests.unit.cli.processes import environment, run
 from tests.unit.server.configured import configured

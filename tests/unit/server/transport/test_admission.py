@@ -41,8 +41,8 @@ from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.store.store import AsyncNotifier, Store
 from cubroker.server.transport.gateway_process import GatewayProcess
-from cubroker.server.transport.peer_credentials import Peer
 from cubroker.server.transport.session import SessionLog, recall
+from cubroker.server.transport.unix_sockets import Peer
 from tests.brokers import PATIENCE
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore

@@ -19,7 +19,7 @@ from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server.event_queue import ClientGreeted, Event, EventQueue
 from cubroker.server.transport import admission
 from cubroker.server.transport.admission import Listener, answer_ping
-from cubroker.server.transport.peer_credentials import Peer
+from cubroker.server.transport.unix_sockets import Peer
 from tests.brokers import BrokerProcess, eventually
 from tests.faults import fail_nth
 from tests.unit.server.clients import HELLO, RawClient, connect, greet, hear, session

@@ -14,12 +14,12 @@ import pytest
 from cubroker.client import Broker
 from cubroker.protocol.errors import Denied, Unsupported
 from cubroker.protocol.layout import Layout
-from cubroker.server.transport import peer_credentials
+from cubroker.server.transport import unix_sockets
 from tests.brokers import BrokerProcess, eventually
 from tests.forkserver import unmeasured
 from tests.namespaces import contained, unshare, visiting
 from tests.unit.server import visitor
-from tests.unit.server.transport.test_peer_credentials import Without
+from tests.unit.server.transport.test_unix_sockets import Without
 
 LAYOUT = Layout.pack([("x", "U8", (4096,))])
 CONTENT = 7
@@ -88,7 +88,7 @@ def test_on_a_kernel_that_cannot_name_such_a_client_it_is_told_what_to_do(tmp_pa
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, pytest.raises(Unsupported, match=r"Linux before 6\.5 .*; run the broker in .* \(hostPID: true"):
-        peer_credentials.identify(Old(ours, 92))  # type: ignore[arg-type]
+        unix_sockets.identify(Old(ours, 92))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -112,8 +112,8 @@ def test_in_the_first_user_namespace_nobody_is_a_user_like_others() -> None:
     maps = Path("/proc/self/uid_map").read_text().split()
     if maps != ["0", "0", str(2**32 - 1)]:
         pytest.skip("this is not the first user namespace")
-    assert peer_credentials.overflow_id("uid") is None
-    assert peer_credentials.overflow_id("gid") is None
+    assert unix_sockets.overflow_id("uid") is None
+    assert unix_sockets.overflow_id("gid") is None
 
 
 @pytest.mark.slow

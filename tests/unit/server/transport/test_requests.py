@@ -47,10 +47,10 @@ from cubroker.protocol.messages import (
 from cubroker.server.event_queue import BatchReceived, Event, EventQueue
 from cubroker.server.ledger.events import RequestReceived, Respond
 from cubroker.server.transport import framing, reply_cache, requests
-from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.requests import LARGE as LARGE_LEASE
 from cubroker.server.transport.requests import IncomingRequests, head
 from cubroker.server.transport.session import SessionConnection, SessionLog
+from cubroker.server.transport.unix_sockets import Peer, RejectionLog
 from tests.brokers import PATIENCE, BrokerProcess
 from tests.unit.protocol.samples import INFO
 from tests.unit.server.clients import LAYOUT, RawClient, session

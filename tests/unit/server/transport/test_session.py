@@ -43,7 +43,6 @@ from cubroker.protocol.messages import (
 from cubroker.server.event_queue import FdsDelivered
 from cubroker.server.ledger.events import ConnectionLost, ProcessExited
 from cubroker.server.transport import session as session_module
-from cubroker.server.transport.peer_credentials import Peer, RejectionLog
 from cubroker.server.transport.reply_cache import Admission, Frame, Receipts, ReplyCache
 from cubroker.server.transport.session import (
     LASTING,
@@ -54,6 +53,7 @@ from cubroker.server.transport.session import (
     SessionLog,
     recall,
 )
+from cubroker.server.transport.unix_sockets import Peer, RejectionLog
 from tests.brokers import BrokerProcess, eventually
 from tests.faults import fail_nth
 from tests.unit.server.clients import RawClient, holder, session

@@ -21,8 +21,8 @@ import pytest
 from cubroker.client import Broker
 from cubroker.driver import system_calls
 from cubroker.protocol.status import ProcessInfo
-from cubroker.server.transport import peer_credentials
-from cubroker.server.transport.peer_credentials import (
+from cubroker.server.transport import unix_sockets
+from cubroker.server.transport.unix_sockets import (
     BURST,
     REFILL,
     Peer,
@@ -57,7 +57,7 @@ def ended(pidfd: int) -> bool:
 class Without:
     """A connection on a kernel without an option, or where asking for it fails."""
 
-    def __init__(self, connection: socket.socket, failure: int, option: int = peer_credentials.SO_PEERPIDFD) -> None:
+    def __init__(self, connection: socket.socket, failure: int, option: int = unix_sockets.SO_PEERPIDFD) -> None:
         self._connection = connection
         self._failure = failure
         self._option = option
@@ -77,7 +77,7 @@ def test_the_kernel_says_who_connected_and_when_it_ends(listener: socket.socket,
         connection, _ = listener.accept()
         with connection:
             asked = Without(connection, errno.ENOPROTOOPT) if old_kernel else connection
-            peer = peer_credentials.identify(asked)  # type: ignore[arg-type]
+            peer = unix_sockets.identify(asked)  # type: ignore[arg-type]
             assert (peer.pid, peer.uid, peer.gid) == (process.pid, os.getuid(), os.getgid())
             assert not os.get_inheritable(peer.pidfd)
             assert not ended(peer.pidfd)
@@ -92,7 +92,7 @@ def test_a_process_that_is_gone_is_told_from_one_that_took_its_pid(listener: soc
     connection, _ = listener.accept()
     # This process stands for one that was given the dead one's pid.
     with connection, pytest.raises(ProcessLookupError, match="hung up"):
-        peer_credentials.open_pidfd(connection, os.getpid())
+        unix_sockets.open_pidfd(connection, os.getpid())
 
 
 def test_a_process_that_is_gone_is_reported_as_such(listener: socket.socket) -> None:
@@ -101,20 +101,20 @@ def test_a_process_that_is_gone_is_reported_as_such(listener: socket.socket) -> 
     with connection:
         for failure in (errno.ENOPROTOOPT, errno.EINVAL, errno.ESRCH):
             with pytest.raises(ProcessLookupError):
-                peer_credentials.identify(Without(connection, failure))  # type: ignore[arg-type]
+                unix_sockets.identify(Without(connection, failure))  # type: ignore[arg-type]
         with pytest.raises(OSError, match="Too many open files"):
-            peer_credentials.identify(Without(connection, errno.EMFILE))  # type: ignore[arg-type]
+            unix_sockets.identify(Without(connection, errno.EMFILE))  # type: ignore[arg-type]
 
 
 def test_the_groups_of_a_process_are_known_where_the_kernel_tells_them(listener: socket.socket) -> None:
     with visitor(listener) as process:
         connection, _ = listener.accept()
         with connection:
-            peer = peer_credentials.identify(connection)
+            peer = unix_sockets.identify(connection)
             assert peer.groups == frozenset(os.getgroups())
             os.close(peer.pidfd)
-            silent = Without(connection, errno.ENOPROTOOPT, peer_credentials.SO_PEERGROUPS)
-            peer = peer_credentials.identify(silent)  # type: ignore[arg-type]
+            silent = Without(connection, errno.ENOPROTOOPT, unix_sockets.SO_PEERGROUPS)
+            peer = unix_sockets.identify(silent)  # type: ignore[arg-type]
             assert peer.groups == frozenset()
             os.close(peer.pidfd)
         process.kill()
@@ -137,31 +137,29 @@ def test_a_process_of_the_brokers_user_is_verified_in_its_namespaces_alone(
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         connection, _ = listener.accept()
         with connection:
-            peer = peer_credentials.identify(connection)
-            assert peer_credentials.verify(peer, peer.pid) == verified
-            assert not peer_credentials.verify(replace(peer, uid=peer.uid + 1), peer.pid)
-            assert not peer_credentials.verify(replace(peer, pid=0), None)
+            peer = unix_sockets.identify(connection)
+            assert unix_sockets.verify(peer, peer.pid) == verified
+            assert not unix_sockets.verify(replace(peer, uid=peer.uid + 1), peer.pid)
+            assert not unix_sockets.verify(replace(peer, pid=0), None)
             assert process.stdin
             process.stdin.close()
             eventually(lambda: ended(peer.pidfd), "the end of the process")
-            assert not peer_credentials.verify(peer, peer.pid)
-            assert not peer_credentials.verify(replace(peer, pid=os.getpid()), peer.pid), (
-                "another process has its number"
-            )
+            assert not unix_sockets.verify(peer, peer.pid)
+            assert not unix_sockets.verify(replace(peer, pid=os.getpid()), peer.pid), "another process has its number"
             os.close(peer.pidfd)
 
 
 def test_root_is_verified_by_naming_the_first_process_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4900)
-    root, other = peer_credentials.Peer(17, 0, 0, -1), peer_credentials.Peer(17, 4901, 4901, -1)
-    assert peer_credentials.verify(root, peer_credentials.INIT)
+    root, other = unix_sockets.Peer(17, 0, 0, -1), unix_sockets.Peer(17, 4901, 4901, -1)
+    assert unix_sockets.verify(root, unix_sockets.INIT)
     for peer, named in (
         (root, 17),
         (root, None),
-        (other, peer_credentials.INIT),
-        (replace(root, pid=peer_credentials.INIT), peer_credentials.INIT),
+        (other, unix_sockets.INIT),
+        (replace(root, pid=unix_sockets.INIT), unix_sockets.INIT),
     ):
-        assert not peer_credentials.verify(peer, named)
+        assert not unix_sockets.verify(peer, named)
 
 
 # -- refusals in the log -----------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def test_a_user_that_is_refused_all_the_time_has_few_lines_and_others_have_their
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(peer_credentials, "monotonic", lambda: now)
+    monkeypatch.setattr(unix_sockets, "monotonic", lambda: now)
     log = RejectionLog()
     for _ in range(1000):
         log.log(4711, 1001, "no")
@@ -200,7 +198,7 @@ def test_a_user_that_is_refused_all_the_time_has_few_lines_and_others_have_their
 
 
 def test_only_so_many_users_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_credentials, "MAX_USERS", 3)
+    monkeypatch.setattr(unix_sockets, "MAX_USERS", 3)
     limiter = RateLimiter(1, 1000.0)
     assert [limiter.take(uid) for uid in (1, 2, 3, 4)] == [0] * 4
     assert limiter.take(4) is None
