@@ -39,8 +39,8 @@ from typing import NamedTuple
 from cubroker.driver.system_calls import FileId
 from cubroker.server.devices.allocator import MemoryWatch, WorkerThread
 from cubroker.server.event_queue import EventQueue, MappedCheckDone, MappedCheckDue
-from cubroker.server.ledger.access import ROOT
 from cubroker.server.ledger.events import AllocationId, ProcessMemory, ProcessScanFinished, ProcessScanStarted
+from cubroker.server.ledger.tables import ROOT
 
 log = logging.getLogger(__name__)
 

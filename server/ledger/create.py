@@ -28,7 +28,6 @@ from cubroker.protocol import errors, fields, messages
 from cubroker.protocol.layout import Outline
 from cubroker.protocol.messages import AUTO, BY_DESCRIPTOR, IPC, MULTICAST, SHARES, VMM
 from cubroker.server.ledger import error_text, leases, memory
-from cubroker.server.ledger.access import can_administer
 from cubroker.server.ledger.error_text import size
 from cubroker.server.ledger.events import Allocated, AllocationFailed, Freed, MulticastBound, RequestReceived
 from cubroker.server.ledger.policy import admin_reserve, exceeds
@@ -46,7 +45,7 @@ from cubroker.server.ledger.records import (
     Version,
 )
 from cubroker.server.ledger.states import MemoryEvent, VersionEvent, VersionState
-from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.tables import Kind, Tables, can_administer
 
 MAX_LISTED = 4  #: Sizes of allocations that a message lists.
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from cubroker.protocol.errors import OverQuota
 from cubroker.protocol.status import MAX_SHARERS
-from cubroker.server.ledger.access import can_read, can_read_history, can_see_session, visible_past
 from cubroker.server.ledger.policy import Limits
 from cubroker.server.ledger.records import (
     SESSION_FDS,
@@ -37,7 +36,7 @@ from cubroker.server.ledger.records import (
     Waiter,
 )
 from cubroker.server.ledger.states import MemoryState
-from cubroker.server.ledger.tables import Tables
+from cubroker.server.ledger.tables import Tables, can_read, can_read_history, can_see_session, visible_past
 
 NEAR_NAMES = 32
 NEAR_LENGTH = 48

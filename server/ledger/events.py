@@ -55,7 +55,7 @@ class SessionOpened(LedgerEvent, frozen=True):
     gid: int
     #: Supplementary groups.
     groups: frozenset[int] = frozenset()
-    #: Whether the uid is from the broker's own namespaces: see :func:`cubroker.server.ledger.access.is_admin`.
+    #: Whether the uid is from the broker's own namespaces: see :func:`cubroker.server.ledger.tables.is_admin`.
     verified: bool = False
     #: What is known of the process beyond its number.
     process: ProcessInfo | None = None

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from cubroker.protocol import errors, fields, messages
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
-from cubroker.server.ledger import access, error_text, events, memory
+from cubroker.server.ledger import error_text, events, memory
 from cubroker.server.ledger.memory import release_quota
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.records import (
@@ -37,7 +37,17 @@ from cubroker.server.ledger.records import (
     Waiter,
 )
 from cubroker.server.ledger.states import VersionEvent, VersionState
-from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.tables import (
+    Kind,
+    Tables,
+    can_publish,
+    can_read,
+    can_read_draft,
+    can_read_history,
+    is_privileged,
+    reserved_prefix,
+    visible_past,
+)
 
 FABRIC = "fabric handle"
 
@@ -77,7 +87,7 @@ def reads_draft(body: messages.Attach, version: Version) -> bool:
 
 def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
     """Raise ``Denied`` if a session may not attach to, describe and watch a pool."""
-    if not access.can_read(tables, session, pool):
+    if not can_read(tables, session, pool):
         raise errors.Denied(
             f"user {session.uid} may not attach to {pool.name}, describe or watch it: its mode does not allow that; ask"
             f" its owner for a mode that does"
@@ -86,7 +96,7 @@ def check_readable(tables: Tables, session: Session, pool: Pool) -> None:
 
 def check_reserved(tables: Tables, session: Session, name: str) -> None:
     """Raise ``Denied`` if a name is reserved for the pools of others."""
-    if (prefix := access.reserved_prefix(tables, session, name)) is not None:
+    if (prefix := reserved_prefix(tables, session, name)) is not None:
         raise errors.Denied(
             f"user {session.uid} may not publish {name}: names that begin with {prefix!r} are reserved; use"
             f" another name, or have this user added to [names] of the broker's settings"
@@ -95,7 +105,7 @@ def check_reserved(tables: Tables, session: Session, name: str) -> None:
 
 def check_publishable(tables: Tables, session: Session, pool: Pool) -> None:
     """Raise ``Denied`` if a session may not publish and retire versions of a pool."""
-    if not access.can_publish(tables, session, pool):
+    if not can_publish(tables, session, pool):
         raise errors.Denied(
             f"user {session.uid} may not publish or retire versions of {pool.name},"
             f" {error_text.belongs(tables, session, pool)}; use another name, or ask its owner for a mode that lets you"
@@ -116,7 +126,7 @@ def _check_owner(session: Session, pool: Pool, where: messages.Attach | messages
 def _check_expected(tables: Tables, session: Session, pool: Pool | None, body: messages.Attach) -> None:
     """Raise unless the missing version can still be published, and the request may wait for it."""
     fields.check_pool_name(body.name)
-    past = access.visible_past(tables, session, body.name)
+    past = visible_past(tables, session, body.name)
     if 0 < body.version <= past.last:
         raise errors.Retired(error_text.retired(body.name, body.version, pool, past.loss))
     check_reachable(tables, body)
@@ -165,7 +175,7 @@ def lend(
 
 def _check_draft(tables: Tables, session: Session, draft: Version) -> None:
     """Raise ``Denied`` or ``Unsupported`` if a session may not attach to a draft."""
-    if not access.can_read_draft(tables, session, draft):
+    if not can_read_draft(tables, session, draft):
         raise errors.Denied(
             f"user {session.uid} may not attach to {draft.label} before its seal: the mode that it will have does not"
             f" allow that; ask its owner for a mode that does"
@@ -176,7 +186,7 @@ def _check_draft(tables: Tables, session: Session, draft: Version) -> None:
             f" only its writer may write it; wait for it to be sealed"
         )
     writer = draft.holders[draft.writer_lease].session
-    if draft.share == IPC and session.uid != writer.uid and not access.is_privileged(tables, session):
+    if draft.share == IPC and session.uid != writer.uid and not is_privileged(tables, session):
         raise errors.Unsupported(
             f"{draft.label} cannot be attached to before its seal by user {session.uid}: it is shared as {IPC}, so its"
             f" readers could write it, and its digests are still to be computed; wait for it to be sealed, or have it"
@@ -418,7 +428,7 @@ def withdraw(tables: Tables, draft: Version) -> None:
     pool.draft, pool.last = None, draft.number
     for waiter in tuple(pool.attach_waiters):
         if 0 < waiter.body.version <= pool.last:  # never to be published; only readers of the history may know
-            if access.can_read_history(tables, waiter.session, pool):
+            if can_read_history(tables, waiter.session, pool):
                 words = error_text.retired(pool.name, waiter.body.version, pool, pool.loss)
                 refuse(tables, waiter, errors.Retired(words))
             else:
@@ -478,7 +488,7 @@ def announce(tables: Tables, pool: Pool) -> None:
     """
     unowned = pool.owner is pool.previous_owner is None  # so nothing exists but the name
     for session in pool.watchers:
-        if unowned or access.can_read_history(tables, session, pool):
+        if unowned or can_read_history(tables, session, pool):
             tables.effects.append(notice(session, pool))
 
 

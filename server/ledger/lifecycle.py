@@ -24,7 +24,6 @@ from dataclasses import replace
 from cubroker.protocol.errors import Denied, OverQuota, Unavailable
 from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, memory, publish
-from cubroker.server.ledger.access import ROOT, is_admin, is_privileged
 from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.records import (
@@ -38,7 +37,7 @@ from cubroker.server.ledger.records import (
     Version,
 )
 from cubroker.server.ledger.states import Impossible, VersionEvent, VersionState
-from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.tables import ROOT, Kind, Tables, is_admin, is_privileged
 
 RESTARTED = "the broker was started again"
 

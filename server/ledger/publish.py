@@ -12,12 +12,11 @@ from cubroker.protocol import errors, fields, messages
 from cubroker.protocol.fields import DIGEST_BYTES
 from cubroker.protocol.messages import MULTICAST
 from cubroker.server.ledger import error_text, leases
-from cubroker.server.ledger.access import can_read, visible_past
 from cubroker.server.ledger.events import RequestReceived
 from cubroker.server.ledger.policy import exceeds
 from cubroker.server.ledger.records import AttachWaiter, CreateWaiter, LockWaiter, Pool, PoolLock, Session, Version
 from cubroker.server.ledger.states import VersionEvent, VersionState
-from cubroker.server.ledger.tables import Kind, Tables
+from cubroker.server.ledger.tables import Kind, Tables, can_read, visible_past
 
 
 def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealInPlace) -> messages.Sealed:

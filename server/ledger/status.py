@@ -21,7 +21,6 @@ from cubroker.protocol.status import (
     WaiterInfo,
 )
 from cubroker.server.ledger import error_text, memory
-from cubroker.server.ledger.access import can_read, can_read_history, can_see_session
 from cubroker.server.ledger.leases import check_readable, opened_by
 from cubroker.server.ledger.publish import find
 from cubroker.server.ledger.records import (
@@ -35,7 +34,7 @@ from cubroker.server.ledger.records import (
     Waiter,
 )
 from cubroker.server.ledger.states import MemoryState, VersionState
-from cubroker.server.ledger.tables import Tables
+from cubroker.server.ledger.tables import Tables, can_read, can_read_history, can_see_session
 
 STAGES = {
     MemoryState.PROMISED: "promised",
