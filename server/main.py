@@ -24,7 +24,6 @@ from cubroker.server.config.load import ConfigSources, Current
 from cubroker.server.config.schema import Config
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder, device_budgets
 from cubroker.server.devices.mapped_memory import FileWatch, MappedChecks, NvmlWatch
-from cubroker.server.directory_lock import DOOR, REQUESTS, Directory
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import Reconfigured
@@ -34,7 +33,7 @@ from cubroker.server.monitoring.observer import BrokerGauges, LedgerObserver
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import SPEAKS, Standby
 from cubroker.server.store.store import JOURNAL, AsyncNotifier, Store
-from cubroker.server.takeover import InheritedFds, inherited, readable, restore
+from cubroker.server.takeover import DOOR, REQUESTS, Directory, InheritedFds, inherited, readable, restore
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.session import SessionLog

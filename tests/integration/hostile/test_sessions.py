@@ -31,7 +31,7 @@ from cubroker.protocol.messages import (
     Watch,
     Welcome,
 )
-from cubroker.server.directory_lock import SO_PASSRIGHTS
+from cubroker.server.takeover import SO_PASSRIGHTS
 from cubroker.server.transport.admission import MAX_PENDING
 from tests.brokers import BrokerProcess, eventually
 from tests.integration.hostile.hostile_peers import HOSTILITY, MIB, Witness, acknowledge, pour, push

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.protocol.paths import REQUEST_SOCKET, SESSION_SOCKET
-from cubroker.server.directory_lock import BACKLOG, DOOR, REQUESTS
 from cubroker.server.store.sd_notify import LONGEST_NAME
+from cubroker.server.takeover import BACKLOG, DOOR, REQUESTS
 from tests.unit.cli.processes import run
 
 ROOT = Path(__file__).parents[3]

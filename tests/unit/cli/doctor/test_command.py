@@ -24,7 +24,7 @@ from cubroker.driver.host.virtual_memory import CHANNEL
 from cubroker.protocol.errors import Denied
 from cubroker.protocol.paths import SESSION_SOCKET
 from cubroker.server import hardening
-from cubroker.server.directory_lock import Directory
+from cubroker.server.takeover import Directory
 from tests.brokers import BrokerProcess, eventually
 from tests.unit.cli import terminal
 from tests.unit.cli.processes import DEADLINE, environment, holding, run, run_as_guest, started
