@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 NEW = {
-    "cubroker.client.dtypes": "cubroker.protocol.dtypes",
+    "cubroker.client.dtypes": "cubroker.protocol.layout",
     "cubroker.client.events": "cubroker.client.ipc_events",
     "cubroker.client.loader": "cubroker.client.loading.loader",
     "cubroker.client.named_arrays": "cubroker.client.draft",
@@ -26,6 +26,7 @@ NEW = {
     "cubroker.integrations.runtime": "cubroker.integrations.runtime_pools",
     "cubroker.integrations.torch_mempool": "cubroker.integrations.torch",
     "cubroker.protocol.directory": "cubroker.protocol.paths",
+    "cubroker.protocol.dtypes": "cubroker.protocol.layout",
     "cubroker.protocol.infos": "cubroker.protocol.status",
     "cubroker.protocol.limits": "cubroker.protocol.fields",
 }
@@ -37,6 +38,8 @@ ELSEWHERE = {
     ("cubroker.client.replica", "TensorIndex"): ("cubroker.protocol.layout", "TensorIndex"),
     ("cubroker.integrations.runtime", "Obtained"): ("cubroker.integrations.engine_loader", "Obtained"),
     ("cubroker.integrations.runtime", "obtain"): ("cubroker.integrations.engine_loader", "obtain"),
+    ("cubroker.protocol.dtypes", "NAMES"): ("cubroker.protocol.layout", "DTYPES_BY_NAME"),
+    ("cubroker.protocol.dtypes", "named"): ("cubroker.protocol.layout", "dtype_named"),
     ("cubroker.protocol.infos", "NOBODY"): ("cubroker.protocol.status", "HIDDEN_ID"),
 }
 """Names of an old module that are not in the module with its new name, or have another name there, and their places."""

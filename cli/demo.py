@@ -41,8 +41,8 @@ from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.loader import Loaded, load
 from cubroker.driver import DriverError
 from cubroker.driver import load as load_driver
-from cubroker.protocol import dtypes
 from cubroker.protocol.errors import CubrokerError, Exists, TimedOut, Unavailable, about
+from cubroker.protocol.layout import nbytes
 from cubroker.protocol.status import DeviceInfo
 from cubroker.server.config.schema import SETTINGS
 from cubroker.server.hardening import python_command
@@ -362,7 +362,7 @@ def weights_header(entries: Iterable[Entry]) -> bytes:
     found: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
-        begin, end = end, end + dtypes.nbytes(dtype, shape)
+        begin, end = end, end + nbytes(dtype, shape)
         found[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(found).encode()
     text += b" " * (-len(text) % 8)

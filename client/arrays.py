@@ -21,9 +21,8 @@ import msgspec
 from cubroker.client import dlpack
 from cubroker.driver import Context
 from cubroker.driver.buffers import address
-from cubroker.protocol import dtypes
-from cubroker.protocol.dtypes import NAMES, carrier
 from cubroker.protocol.errors import Invalid, needing
+from cubroker.protocol.layout import BOOL, COMPLEX, DTYPES_BY_NAME, FLOAT, INT, UINT, carrier, nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +118,7 @@ def torch_dtypes() -> dict[str, torch.dtype]:
     """Return the torch dtype of every dtype that the installed torch has."""
     import torch
 
-    return {dtype: getattr(torch, name) for name, dtype in NAMES.items() if hasattr(torch, name)}
+    return {dtype: getattr(torch, name) for name, dtype in DTYPES_BY_NAME.items() if hasattr(torch, name)}
 
 
 @cache
@@ -210,7 +209,7 @@ def _from_dlpack(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
     if context is None and not found.contiguous:
         return _of_numpy(_numpy_for(array).asarray(found), found.dtype, found.shape)
     if context is None:
-        memory = partial(_memory, found.pointer, dtypes.nbytes(found.dtype, found.shape), found)
+        memory = partial(_memory, found.pointer, nbytes(found.dtype, found.shape), found)
         return HostArray(found.dtype, found.shape, found.pointer, found.pointer, memory)
     place = found.pointer, found.strides
     if found.contiguous:
@@ -230,11 +229,11 @@ def _packed(array: Any, context: Context, borrowed: object) -> tuple[int, object
 # -- buffers and numpy ---------------------------------------------------------------------------------
 
 _LETTERS = {
-    **dict.fromkeys("bhilqn", dtypes.INT),
-    **dict.fromkeys("BHILQN", dtypes.UINT),
-    **dict.fromkeys("efd", dtypes.FLOAT),
-    **dict.fromkeys(("Zf", "F"), dtypes.COMPLEX),
-    "?": dtypes.BOOL,
+    **dict.fromkeys("bhilqn", INT),
+    **dict.fromkeys("BHILQN", UINT),
+    **dict.fromkeys("efd", FLOAT),
+    **dict.fromkeys(("Zf", "F"), COMPLEX),
+    "?": BOOL,
 }
 """DLPack's type code of a buffer's format (``struct``, and PEP 3118 for complex numbers)."""
 
@@ -293,8 +292,8 @@ def _of_numpy(found: NDArray[Any], dtype: str = "", shape: tuple[int, ...] | Non
     import numpy as np
 
     name = found.dtype.name
-    if not dtype and name in NAMES and found.dtype.byteorder != ">":
-        dtype = NAMES[name]
+    if not dtype and name in DTYPES_BY_NAME and found.dtype.byteorder != ">":
+        dtype = DTYPES_BY_NAME[name]
         found = found.view(carrier(dtype))
     pointer: int = found.__array_interface__["data"][0]
     whole = found.flags.c_contiguous

@@ -26,8 +26,8 @@ from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context
 from cubroker.driver.batched_copy import Segment
 from cubroker.driver.buffers import address, differ
-from cubroker.protocol.dtypes import nbytes as size_of
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
+from cubroker.protocol.layout import nbytes as size_of
 
 PIECE = 16
 """The address of bytes that a device digests must be a multiple of this."""

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cubroker.protocol.dtypes import BITS, ELEMENTS, carrier
+from cubroker.protocol.layout import BITS, ELEMENTS, carrier
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,8 @@ from cubroker.client.pool import Pool, Replica
 from cubroker.client.tensor import described
 from cubroker.client.transport.requests import Steps, blocking, expect
 from cubroker.driver import Context, Driver
-from cubroker.protocol.dtypes import BITS
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.layout import ALIGNMENT, Layout, TensorIndex, TensorSpec
+from cubroker.protocol.layout import ALIGNMENT, BITS, Layout, TensorIndex, TensorSpec
 from cubroker.protocol.messages import DIGESTS, IN_PLACE, MULTICAST, Digests, Done, Sealed, SealInPlace, SetLayout
 
 MAX_NAMED = 8

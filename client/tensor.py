@@ -13,9 +13,8 @@ from cubroker.client.fork_guard import NotPicklable
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
 from cubroker.driver import Context, Device
 from cubroker.driver.device_names import label
-from cubroker.protocol import dtypes
-from cubroker.protocol.dtypes import BITS, ELEMENTS, LIBRARY_NAMES, carrier
 from cubroker.protocol.errors import Invalid, Unsupported, needing
+from cubroker.protocol.layout import BITS, ELEMENTS, LIBRARY_NAMES, carrier, nbytes
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -54,7 +53,7 @@ class SharedTensor(NotPicklable):
     @property
     def nbytes(self) -> int:
         """Bytes that its elements take."""
-        return dtypes.nbytes(self.dtype, self.shape)
+        return nbytes(self.dtype, self.shape)
 
     @property
     def device(self) -> Device:

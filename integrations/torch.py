@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from cubroker.client.arrays import torch_dtypes
 from cubroker.client.fork_guard import Closeable, NotPicklable
 from cubroker.client.pool import Pool
-from cubroker.protocol import dtypes
 from cubroker.protocol.errors import Invalid, OutOfMemory, Unsupported
-from cubroker.protocol.layout import Layout, TensorSpec, round_up
+from cubroker.protocol.layout import BITS, Layout, TensorSpec, round_up
+from cubroker.protocol.layout import nbytes as size_of
 from cubroker.protocol.messages import AUTO
 
 if TYPE_CHECKING:
@@ -162,10 +162,10 @@ class _Slab:
 
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
     """Return a tensor's dtype and shape in torch, and its size in bytes."""
-    nbytes = dtypes.nbytes(dtype, shape)
+    nbytes = size_of(dtype, shape)
     if dtype == "F4" and dtype in DTYPES and shape and shape[-1] % 2 == 0:
         return DTYPES[dtype], (*shape[:-1], shape[-1] // 2), nbytes
-    if dtypes.BITS[dtype] % 8:
+    if BITS[dtype] % 8:
         return torch.uint8, (nbytes,), nbytes
     return DTYPES.get(dtype, torch.uint8), shape, nbytes
 

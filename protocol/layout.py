@@ -1,4 +1,4 @@
-"""Layouts: which tensors a pool has, and where each of them lies.
+"""Layouts: which tensors a pool has, of which element types, and where each of them lies.
 
 The writer makes a layout once, and it travels as bytes: the broker checks it at the create and hands the same bytes to
 every reader, so an attach encodes nothing.
@@ -6,6 +6,7 @@ every reader, so an attach encodes nothing.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -15,7 +16,6 @@ from typing import Annotated, Any, NamedTuple, Self, SupportsIndex, TypeVar
 
 import msgspec
 
-from cubroker.protocol import dtypes
 from cubroker.protocol.encoding import encode
 from cubroker.protocol.errors import Invalid
 
@@ -44,7 +44,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a layout."""
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-    #: As safetensors names it: a key of :data:`cubroker.protocol.dtypes.BITS`.
+    #: As safetensors names it: a key of :data:`BITS`.
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
     #: Index of the allocation where it lies.
@@ -87,7 +87,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
         Args:
             tensors: ``(name, dtype, shape)`` triples, or a mapping of name to ``(dtype, shape)``. A dtype is one of
-                :data:`~.dtypes.BITS`, or as torch or numpy name it (:func:`~.dtypes.named`): ``"BF16"``,
+                :data:`BITS`, or as torch or numpy name it (:func:`dtype_named`): ``"BF16"``,
                 ``torch.bfloat16``, ``"bfloat16"``, ``ml_dtypes.bfloat16``.
             slab: the most bytes of one allocation. By default all tensors share one. A tensor larger
                 than ``slab`` gets an allocation of its own, since a tensor is never split.
@@ -233,6 +233,19 @@ class Outline(NamedTuple):
         return sum(self.allocations)
 
 
+def round_up(nbytes: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is no less than ``nbytes``."""
+    return -(-nbytes // unit) * unit
+
+
+def _described(tensor: TensorSpec) -> str:
+    place = f"at byte {tensor.offset} of allocation {tensor.allocation}"
+    return f"{tensor.name!r} ({tensor.dtype} {tensor.shape}, {place})"
+
+
+# -- layouts that come from outside --------------------------------------------------------------------
+
+
 def outline(data: bytes) -> Generator[None, None, Outline]:
     """Check an encoded layout that came from outside, a few tensors between one ``yield`` and the next.
 
@@ -351,34 +364,15 @@ class _Check:
         return (other, name) if at <= start else (name, other)
 
 
-def round_up(nbytes: int, unit: int) -> int:
-    """Return the smallest multiple of ``unit`` that is no less than ``nbytes``."""
-    return -(-nbytes // unit) * unit
-
-
-def _described(tensor: TensorSpec) -> str:
-    place = f"at byte {tensor.offset} of allocation {tensor.allocation}"
-    return f"{tensor.name!r} ({tensor.dtype} {tensor.shape}, {place})"
-
-
-def _tie(
-    name: str, other: str, form: tuple[str, tuple[int, ...], Hashable], first: tuple[TensorSpec, Hashable] | None
-) -> TensorSpec:
-    """Return the spec of a tensor that is the ``first`` one by another name; ``form`` is its dtype, shape and group."""
-    if first is None or (first[0].dtype, first[0].shape, first[1]) != form:
-        raise Invalid(
-            f"tensor {name!r} cannot be {other!r} by another name: that has to come before it, with the same dtype,"
-            f" shape and device"
-        )
-    spec = first[0]
-    return TensorSpec(name, spec.dtype, spec.shape, spec.allocation, spec.offset)
-
-
-def _group(groups: Mapping[str, Group], name: str) -> Group:
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Return what the data encodes; raises ``Invalid`` for the same reasons as :func:`~.wire.unpack`."""
     try:
-        return groups[name]
-    except KeyError:
-        raise Invalid(f"nothing says where tensor {name!r} belongs; name the group of every tensor") from None
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Invalid(f"a message that cannot be read as {decoder.type.__name__}: {str(error)[:200]}") from None
+
+
+# -- tensors as callers pass them ----------------------------------------------------------------------
 
 
 def triples(tensors: Tensors) -> Iterator[tuple[str, object, Shape]]:
@@ -407,7 +401,7 @@ def _elements(given: object) -> Sequence[Any]:
 def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, ...]]:
     """Return the key of a dtype, and a shape of any integers, such as numpy's, as plain ints in single elements."""
     try:
-        known, together = dtypes.named(dtype)
+        known, together = dtype_named(dtype)
     except Invalid as error:
         raise Invalid(f"tensor {name!r}: {error.message}") from None
     try:
@@ -415,6 +409,141 @@ def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, 
     except TypeError:
         raise Invalid(f"tensor {name!r} has the shape {dimensions!r}, which is no sequence of integers") from None
     return known, (*shape[:-1], shape[-1] * together) if shape and together != 1 else shape
+
+
+def _tie(
+    name: str, other: str, form: tuple[str, tuple[int, ...], Hashable], first: tuple[TensorSpec, Hashable] | None
+) -> TensorSpec:
+    """Return the spec of a tensor that is the ``first`` one by another name; ``form`` is its dtype, shape and group."""
+    if first is None or (first[0].dtype, first[0].shape, first[1]) != form:
+        raise Invalid(
+            f"tensor {name!r} cannot be {other!r} by another name: that has to come before it, with the same dtype,"
+            f" shape and device"
+        )
+    spec = first[0]
+    return TensorSpec(name, spec.dtype, spec.shape, spec.allocation, spec.offset)
+
+
+def _group(groups: Mapping[str, Group], name: str) -> Group:
+    try:
+        return groups[name]
+    except KeyError:
+        raise Invalid(f"nothing says where tensor {name!r} belongs; name the group of every tensor") from None
+
+
+# -- element types -------------------------------------------------------------------------------------
+#
+# The names are those of safetensors: of the ``Dtype`` enumeration of its format, version 0.8 and later. It has types of
+# less than one byte. Their elements are packed, so a tensor of them must fill whole bytes.
+#
+# Callers may also name a type as torch, numpy and ml_dtypes do, by the object or its name. Neither library is imported:
+# their objects say their own names.
+
+
+class Element(NamedTuple):
+    """One element type."""
+
+    #: Its size.
+    bits: int
+    #: What torch, numpy or ml_dtypes call it, if one lays out its elements as pools do.
+    library: str | None
+    #: numpy's name of it in ``__array_interface__``; None if numpy itself has no such type.
+    typestr: str | None
+    #: DLPack's type code (``DLDataTypeCode`` in dlpack.h of DLPack 1.1).
+    code: int
+
+
+INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6  #: Type codes of DLPack.
+PAIRS = "float4_e2m1fn_x2"  #: Torch's type of two F4 elements, which its shapes count as one.
+
+ELEMENTS: dict[str, Element] = {
+    "BOOL": Element(8, "bool", "|b1", BOOL),
+    "F4": Element(4, PAIRS, None, 17),
+    "F6_E2M3": Element(6, None, None, 15),
+    "F6_E3M2": Element(6, None, None, 16),
+    "U8": Element(8, "uint8", "|u1", UINT),
+    "I8": Element(8, "int8", "|i1", INT),
+    "F8_E5M2": Element(8, "float8_e5m2", None, 12),
+    "F8_E4M3": Element(8, "float8_e4m3fn", None, 10),
+    "F8_E8M0": Element(8, "float8_e8m0fnu", None, 14),
+    "F8_E4M3FNUZ": Element(8, "float8_e4m3fnuz", None, 11),
+    "F8_E5M2FNUZ": Element(8, "float8_e5m2fnuz", None, 13),
+    "I16": Element(16, "int16", "<i2", INT),
+    "U16": Element(16, "uint16", "<u2", UINT),
+    "F16": Element(16, "float16", "<f2", FLOAT),
+    "BF16": Element(16, "bfloat16", None, BFLOAT),
+    "I32": Element(32, "int32", "<i4", INT),
+    "U32": Element(32, "uint32", "<u4", UINT),
+    "F32": Element(32, "float32", "<f4", FLOAT),
+    "C64": Element(64, "complex64", "<c8", COMPLEX),
+    "F64": Element(64, "float64", "<f8", FLOAT),
+    "I64": Element(64, "int64", "<i8", INT),
+    "U64": Element(64, "uint64", "<u8", UINT),
+}
+"""Every dtype."""
+
+BITS = {dtype: element.bits for dtype, element in ELEMENTS.items()}  #: Bits per element of every dtype.
+
+LIBRARY_NAMES = {dtype: element.library for dtype, element in ELEMENTS.items() if element.library}
+"""The name that libraries have for a dtype."""
+
+DTYPES_BY_NAME = {name: dtype for dtype, name in LIBRARY_NAMES.items()}  #: The dtype of each such name.
+
+
+def carrier(dtype: str) -> str:
+    """Return the typestr of unsigned integers as wide as ``dtype``; bytes for types that are packed."""
+    return f"<u{max(BITS[dtype] // 8, 1)}"
+
+
+def dtype_named(dtype: object) -> tuple[str, int]:
+    """Return the dtype that a caller has named, and how many of its elements the caller's shapes count as one.
+
+    Args:
+        dtype: a key of :data:`BITS` or of :data:`DTYPES_BY_NAME`; a ``torch.dtype``; a ``numpy.dtype`` or numpy's type
+            of a scalar, also of ml_dtypes and jax.
+
+    Raises:
+        Invalid: it is none of these, or elements of the other byte order.
+    """
+    if isinstance(dtype, str) and dtype in BITS:
+        return dtype, 1
+    name = _library_name(dtype)
+    if name not in DTYPES_BY_NAME:
+        raise Invalid(
+            f"unknown dtype {dtype!r}; known are {', '.join(BITS)}, and most of these as torch, numpy and ml_dtypes"
+            f" name them"
+        )
+    if getattr(dtype, "byteorder", "") == ">":
+        raise Invalid(f"the dtype {dtype!r} has the other byte order; convert it to that of this machine")
+    return DTYPES_BY_NAME[name], 2 if name == PAIRS else 1
+
+
+def _library_name(dtype: object) -> str:
+    """Return what a library calls a type: ``bfloat16`` for ``torch.bfloat16`` and for the type of ml_dtypes."""
+    if isinstance(dtype, type):
+        return dtype.__name__.removesuffix("_")  # numpy.bool was numpy.bool_
+    name = getattr(dtype, "name", None)  # numpy's; torch has none
+    return name if isinstance(name, str) else str(dtype).removeprefix("torch.")
+
+
+def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor: elements times bits, which must fill whole bytes.
+
+    Raises:
+        Invalid: the dtype is unknown, a dimension is negative, or a packed tensor ends inside a byte.
+    """
+    bits = BITS.get(dtype)
+    if bits is None:
+        raise Invalid(f"unknown dtype {dtype!r}; known are {', '.join(BITS)}")
+    if shape and min(shape) < 0:
+        raise Invalid(f"shape {tuple(shape)} has a negative dimension")
+    total = bits * math.prod(map(index, shape))  # numpy's integers may overflow, and cannot be sent
+    if total % 8:
+        raise Invalid(
+            f"a {dtype} tensor of shape {tuple(shape)} takes {total} bits, which is no whole number of bytes;"
+            f" pad its last dimension"
+        )
+    return total // 8
 
 
 def _nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
@@ -431,15 +560,7 @@ def _size_within_limits(dtype: str, shape: tuple[int, ...]) -> int:
             f"a shape of rank {len(shape)} with a largest dimension of {max(shape)}; the most are {MAX_RANK} and"
             f" {MAX_EXTENT}"
         )
-    return dtypes.nbytes(dtype, shape)
-
-
-def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Return what the data encodes; raises ``Invalid`` for the same reasons as :func:`~.wire.unpack`."""
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Invalid(f"a message that cannot be read as {decoder.type.__name__}: {str(error)[:200]}") from None
+    return nbytes(dtype, shape)
 
 
 # Built while this module is imported, for the reason that is given in cubroker.protocol.wire.prepare.

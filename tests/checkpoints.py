@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cubroker.protocol import dtypes
+from cubroker.protocol.layout import BITS, nbytes
 
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 """Name to dtype, shape and bytes."""
 
-EVERY_DTYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = tuple(
-    (f"of.{dtype}", dtype, (3, 4, 2)) for dtype in dtypes.BITS
-)
+EVERY_DTYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = tuple((f"of.{dtype}", dtype, (3, 4, 2)) for dtype in BITS)
 """A small tensor of every dtype there is."""
 
 ODD_SHAPES: tuple[tuple[str, str, tuple[int, ...]], ...] = (
@@ -34,9 +32,7 @@ def filled(
 ) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Give every tensor random bytes, the same ones for the same seed."""
     source = random.Random(seed)
-    return {
-        name: (dtype, tuple(shape), source.randbytes(dtypes.nbytes(dtype, shape))) for name, dtype, shape in tensors
-    }
+    return {name: (dtype, tuple(shape), source.randbytes(nbytes(dtype, shape))) for name, dtype, shape in tensors}
 
 
 def encode(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

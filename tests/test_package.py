@@ -67,6 +67,7 @@ def test_a_folder_of_that_name_beside_a_script_is_not_imported_in_its_place(tmp_
         ("cubroker.integrations.runtime", "bind"),
         ("cubroker.integrations.runtime", "obtain"),
         ("cubroker.protocol.directory", "default_directory"),
+        ("cubroker.protocol.dtypes", "carrier"),
         ("cubroker.protocol.infos", "PoolInfo"),
         ("cubroker.protocol.limits", "check_pool_name"),
     ],
@@ -85,3 +86,6 @@ def test_a_name_that_has_another_one_in_its_new_module_is_found() -> None:
     with pytest.warns(DeprecationWarning, match=r"cubroker.protocol.infos is now cubroker\."):
         from cubroker.protocol.infos import NOBODY
     assert NOBODY == HIDDEN_ID
+    with pytest.warns(DeprecationWarning, match=r"cubroker.protocol.dtypes is now cubroker\.protocol\.layout"):
+        from cubroker.protocol.dtypes import NAMES, named
+    assert named("bfloat16") == (NAMES["bfloat16"], 1)

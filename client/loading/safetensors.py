@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cubroker.protocol import dtypes, wire
+from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.layout import MAX_RANK
+from cubroker.protocol.layout import MAX_RANK, nbytes
 
 INDEX = "model.safetensors.index.json"
 """The name of a sharded checkpoint's index in its folder."""
@@ -131,7 +131,7 @@ def _mistake(info: TensorInfo, end: int, room: int) -> str | None:
     if last > room:
         return f" ends at byte {last} of the data, and the file has {room}; it is truncated, fetch it again"
     try:
-        need = dtypes.nbytes(info.dtype, info.shape)
+        need = nbytes(info.dtype, info.shape)
     except Invalid as error:
         return f": {error.message}"
     if need != last - first:

@@ -21,8 +21,8 @@ from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Device, DriverError
 from cubroker.protocol import Layout
-from cubroker.protocol.dtypes import BITS, ELEMENTS, LIBRARY_NAMES
 from cubroker.protocol.errors import DeviceFailure, Invalid, OutOfMemory, Unsupported
+from cubroker.protocol.layout import BITS, ELEMENTS, LIBRARY_NAMES
 from tests.unit.client.conftest import LAYOUT, content, publish
 
 EVERY = Layout.pack([(dtype, dtype, (3, 8)) for dtype in BITS])

@@ -1,25 +1,30 @@
-"""Layouts: where tensors lie, and what is no layout."""
+"""Layouts: where tensors lie, and what is no layout; and element types: the names and sizes of safetensors."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cubroker.protocol import Layout, TensorSpec, dtypes, layout, wire
+from cubroker.protocol import Layout, TensorSpec, layout, wire
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.layout import Outline
+from cubroker.protocol.layout import BITS, DTYPES_BY_NAME, Outline, dtype_named, nbytes
 from tests.measuring import unmeasured
 
 Triple = tuple[str, str, tuple[int, ...]]
 
 MIB = 1 << 20
+
+deserialize: Any = safetensors.deserialize
 
 
 @st.composite
@@ -28,9 +33,9 @@ def triples(draw: st.DrawFn) -> list[Triple]:
     names = draw(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20), unique=True, max_size=12))
     tensors = []
     for name in names:
-        dtype = draw(st.sampled_from(sorted(dtypes.BITS)))
+        dtype = draw(st.sampled_from(sorted(BITS)))
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
-        tensors.append((name, dtype, shape if dtypes.BITS[dtype] >= 8 else (*shape, 4)))
+        tensors.append((name, dtype, shape if BITS[dtype] >= 8 else (*shape, 4)))
     return tensors
 
 
@@ -42,7 +47,7 @@ def test_packed_tensors_lie_aligned_whole_and_apart(tensors: list[Triple], slab:
     used = [np.zeros(size, dtype=np.uint8) for size in packed.allocations]
     for spec in packed.tensors:
         place = used[spec.allocation][spec.offset : spec.offset + spec.nbytes]
-        assert len(place) == spec.nbytes == dtypes.nbytes(spec.dtype, spec.shape)
+        assert len(place) == spec.nbytes == nbytes(spec.dtype, spec.shape)
         assert spec.offset % 256 == 0
         assert not place.any()
         place[:] = 1
@@ -409,3 +414,85 @@ def test_an_allocation_without_tensors_has_no_group() -> None:
 def test_a_tensor_without_a_group_is_not_packed() -> None:
     with pytest.raises(Invalid, match="nothing says where tensor 'b' belongs"):
         Layout.pack(THREE, groups={"a": 0})
+
+
+# -- element types -------------------------------------------------------------------------------------
+
+
+def parsed(dtype: str, shape: list[int], size: int) -> list[object]:
+    """What safetensors itself says of a file with one such tensor."""
+    header = json.dumps({"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    return list(deserialize(len(header).to_bytes(8, "little") + header + bytes(size)))
+
+
+def test_the_dtypes_are_those_of_the_installed_safetensors() -> None:
+    with pytest.raises(safetensors.SafetensorError) as caught:
+        parsed("NONE", [1], 1)
+    assert set(re.findall(r"`([A-Z0-9_]+)`", str(caught.value))) - {"NONE"} == set(BITS)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("shape", [[3, 8], [8], [0], [5, 0], [1, 1, 4]])
+def test_sizes_are_those_of_safetensors(dtype: str, shape: list[int]) -> None:
+    size = nbytes(dtype, shape)
+    assert parsed(dtype, shape, size)
+    with pytest.raises(safetensors.SafetensorError):
+        parsed(dtype, shape, size + 1)
+
+
+def test_a_tensor_without_dimensions_has_one_element() -> None:
+    assert [nbytes(dtype, ()) for dtype in ("U8", "BF16", "F32", "C64")] == [1, 2, 4, 8]
+
+
+def test_a_size_is_a_plain_int_whatever_integers_a_shape_had_that_was_asked_for_before() -> None:
+    assert type(nbytes("F32", (np.int64(31), np.int64(7)))) is int
+    assert type(nbytes("F32", (31, 7))) is int
+    assert nbytes("U8", (np.int32(1 << 20), np.int32(1 << 20))) == 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "message"),
+    [
+        ("F4", (), "takes 4 bits"),
+        ("F6_E2M3", (3, 2), "takes 36 bits"),
+        ("float32", (1,), "unknown dtype 'float32'; known are BOOL"),
+        ("U8", (-1,), "negative dimension"),
+        ("U8", (-1, -1), "negative dimension"),
+        ("U8", (0, -1), "negative dimension"),
+    ],
+)
+def test_what_has_no_size_is_refused(dtype: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        nbytes(dtype, shape)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES_BY_NAME.items())
+def test_every_library_s_name_for_a_type_is_known(name: str, dtype: str) -> None:
+    together = 2 if dtype == "F4" else 1
+    made = [getattr(torch, name)]
+    if dtype != "F4":  # numpy has whole bytes only
+        made += [np.dtype(getattr(ml_dtypes, name, name)), np.dtype(getattr(ml_dtypes, name, name)).type]
+        assert made[1].itemsize * 8 == BITS[dtype]
+    for each in (name, *made, *map(str, made[:2])):
+        assert dtype_named(each) == (dtype, together)
+    assert dtype_named(dtype) == (dtype, 1)
+    assert torch.empty(4, dtype=made[0]).nbytes == nbytes(dtype, (4 * together,))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("F33", "", ">f4", float, int, torch.complex128, torch.qint8, np.dtype("U3"), np.dtype("i4,i4"), None, 3),
+        *(ml_dtypes.float4_e2m1fn, np.dtype(ml_dtypes.int4)),  # whose elements take a byte each
+    ],
+)
+def test_a_type_that_pools_do_not_have_is_refused_with_those_that_they_have(dtype: object) -> None:
+    with pytest.raises(
+        Invalid, match=r"unknown dtype .*; known are BOOL, F4, .* as torch, numpy and ml_dtypes name them"
+    ):
+        dtype_named(dtype)
+
+
+def test_elements_of_the_other_byte_order_are_refused() -> None:
+    with pytest.raises(Invalid, match=r"dtype\('>f4'\) has the other byte order; convert it"):
+        dtype_named(np.dtype(">f4"))
