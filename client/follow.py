@@ -20,7 +20,7 @@ from weakref import ref
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess
 from cubroker.client.notices import News, time_limit
 from cubroker.client.session import ClientSession, shortage
-from cubroker.client.transport import zmq_preflight
+from cubroker.client.transport.connection import Shortage, start_lock, try_memory
 from cubroker.client.transport.handshake import LAST_PAUSE
 from cubroker.client.transport.requests import run, run_in_loop
 from cubroker.protocol.errors import CubrokerError, NotFound, Retired, TimedOut, Unavailable, Unsupported
@@ -247,10 +247,10 @@ class Follower:
         thread = Thread(target=self._run, name="cubroker-follow", daemon=True)
         self._guard = ref(follow, self._inbox.put)
         try:
-            with zmq_preflight.turn():
-                zmq_preflight.try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
+            with start_lock():
+                try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
                 thread.start()
-        except (RuntimeError, MemoryError, zmq_preflight.Shortage) as error:
+        except (RuntimeError, MemoryError, Shortage) as error:
             raise Unavailable(f"no thread to follow pool {self._name!r}: {shortage(error)}") from error
 
     def end(self) -> None:

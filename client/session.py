@@ -24,8 +24,15 @@ from cubroker.client import devices
 from cubroker.client.cleanup_thread import CleanupThread, Guard
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, SessionThread, WeakRefs, fork_lock
 from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
-from cubroker.client.transport import zmq_preflight
-from cubroker.client.transport.connection import Connection, Waker
+from cubroker.client.transport.connection import (
+    Connection,
+    Shortage,
+    Waker,
+    memory_limits,
+    start_lock,
+    thread_limits,
+    try_memory,
+)
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import greet, until_served
 from cubroker.client.transport.requests import Future, Requests, Steps, expect, run, seconds
@@ -160,7 +167,7 @@ class ClientSession:
         self._left: Future[bool] = Future()
         try:
             self._begin(connect_timeout)
-        except (OSError, RuntimeError, MemoryError, zmq_preflight.Shortage) as error:
+        except (OSError, RuntimeError, MemoryError, Shortage) as error:
             reason = f"no connection for requests to the broker on {self.directory}: {shortage(error)}"
             raise Unavailable(reason) from error
         SESSIONS.add(self)
@@ -183,9 +190,9 @@ class ClientSession:
             self.requests = Requests(secret, self.owner, waker.set)
             self.watches = Watches(self.requests)
             undo.callback(cleanup.stop)
-            with zmq_preflight.turn():
+            with start_lock():
                 # For both threads: Thread.start() waits for ever for a thread without memory to run in.
-                zmq_preflight.try_memory(2)
+                try_memory(2)
                 cleanup.start()
             notices = Notices(
                 self.watches, self.drain_state, self.losses, self.held, self.rebindable, self.receiver, cleanup
@@ -491,9 +498,9 @@ def shortage(error: Exception) -> str:
     """Return why a session could not begin, with the limits if threads or memory have run out."""
     match error:
         case RuntimeError():
-            return f"{error}; {zmq_preflight.thread_limits()}"
+            return f"{error}; {thread_limits()}"
         case MemoryError():
-            return f"no memory is left; {zmq_preflight.memory_limits()}"
+            return f"no memory is left; {memory_limits()}"
     return explain(error)
 
 

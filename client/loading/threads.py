@@ -16,14 +16,14 @@ from threading import Thread
 from typing import Generic, ParamSpec, Self, TypeVar, cast
 
 from cubroker.client.fork_guard import OwnerProcess
-from cubroker.client.transport import zmq_preflight
+from cubroker.client.transport.connection import thread_limits
 from cubroker.client.transport.requests import Future
 from cubroker.protocol.errors import Unavailable
 
 try:
     from concurrent.futures import ThreadPoolExecutor
 except RuntimeError as error:  # it cannot be imported for the first time while the interpreter exits
-    raise Unavailable(f"no threads to work in: {error}; {zmq_preflight.thread_limits()}") from error
+    raise Unavailable(f"no threads to work in: {error}; {thread_limits()}") from error
 
 REPORT_SECONDS = 0.1
 """Seconds between reports of progress."""
@@ -67,7 +67,7 @@ class WorkerThreads(ThreadPoolExecutor):
 
 
 def _no_thread(name: str, error: RuntimeError) -> Unavailable:
-    return Unavailable(f"{name} has no threads to work in: {error}; {zmq_preflight.thread_limits()}")
+    return Unavailable(f"{name} has no threads to work in: {error}; {thread_limits()}")
 
 
 class SupervisedThread(ABC, Generic[T]):

@@ -2,22 +2,29 @@
 
 The thread alone makes, uses and closes libzmq's objects. It numbers and sends requests, settles them with their
 answers, receives descriptors, and passes the broker's notices on. Other threads only wake it.
+
+libzmq aborts the process if it gets some of the descriptors, threads and memory that it needs, and then no more
+(posix_assert in thread.cpp, 4.3.5). So the thread first allocates as many, and frees them again.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import socket
+import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Lock
+from queue import Empty, SimpleQueue
+from threading import Lock, RLock, Thread, get_native_id, main_thread
 
 import zmq
 
 from cubroker.client.fork_guard import SessionThread
 from cubroker.client.notices import Notices
-from cubroker.client.transport import zmq_preflight
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import hang_up
 from cubroker.client.transport.requests import RESEND, Future, Requests, read_notice
@@ -36,6 +43,21 @@ QUEUED = 32
 """Requests that libzmq queues for a gateway that does not read. Later requests wait in the outbox, and until it is
 empty no request is sent a second time. A smaller number makes floods of requests slower: libzmq reports room only when
 half of the queue was read. A larger one would keep more copies of a request for a gateway that is stopped."""
+
+ZMQ_DESCRIPTORS = 8
+"""Descriptors that libzmq opens for a context and its connection, and one more."""
+
+ZMQ_THREADS = 2
+"""Threads that libzmq starts with a context's first socket: one for I/O, and one that closes sockets."""
+
+STACK = 8 << 20
+"""Bytes of address space for the stack of a thread if RLIMIT_STACK sets no size."""
+
+START_MEMORY = 4 << 20
+"""Bytes that a thread and a connection allocate when they begin."""
+
+THREAD_PATIENCE = 10.0
+"""Seconds to wait for a thread to run. A thread that was started and has no memory to run in never does."""
 
 
 class Waker:
@@ -124,8 +146,8 @@ class Connection:
 
     def start(self) -> None:
         """Start the thread and return when it can send; raise an error that names the resource that it lacks."""
-        with zmq_preflight.turn():
-            zmq_preflight.try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
+        with start_lock():
+            try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
             self._thread.start()
         self._ready.result()
 
@@ -175,7 +197,7 @@ class Connection:
             reason = self._converse()
         except CubrokerError as error:
             reason = Unavailable(f"the broker on {self._directory} sent {error.message}")
-        except (zmq.ZMQError, OSError, zmq_preflight.Shortage) as error:
+        except (zmq.ZMQError, OSError, Shortage) as error:
             reason = Unavailable(f"no connection for requests to the broker on {self._directory}: {explain(error)}")
         finally:
             if self._ready.done() and not self._stopping:
@@ -194,8 +216,8 @@ class Connection:
 
     def _converse(self) -> CubrokerError:
         with ExitStack() as undo:
-            with zmq_preflight.turn():
-                zmq_preflight.check()
+            with start_lock():
+                _check_headroom()
                 self._context = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
                 self._dial(self._context.socket(zmq.DEALER))
@@ -291,3 +313,132 @@ class Connection:
                 break
             outbox.popleft()
         self._poller.register(self._dealer, events)
+
+
+# -- headroom for libzmq -------------------------------------------------------------------------------
+#
+# No limit says how much of them there is: RLIMIT_NPROC counts all threads of a user and exempts root, pids.max counts
+# those of a control group, and RLIMIT_AS depends on what malloc reserves for each new thread. So the same number of
+# threads is started; all live at the same time and all end before libzmq starts its own. A thread that has returned,
+# and even one that was joined, counts until the kernel has released it: then its entry in /proc is gone. glibc caches
+# the stacks of threads that have ended and uses them again, so address space that other threads take in between does
+# no harm. Sessions of one process start their threads one after the other. The remaining risk is a thread that
+# something else starts at that moment, in this process or in another one of the user.
+
+
+_start_lock = RLock()
+
+
+def _renew() -> None:
+    """Replace the lock in a forked child, where the thread that holds it does not exist."""
+    global _start_lock
+    _start_lock = RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+class Shortage(Exception):
+    """The process, or its user, is short of descriptors, threads or memory; names the limits."""
+
+
+def start_lock() -> RLock:
+    """Return the lock that keeps other sessions of this process from starting threads.
+
+    The holder waits for none of these sessions. This is a bare lock: an interrupt in the middle of a context manager
+    that is written in Python would leave it taken.
+
+    Raises:
+        Shortage: this thread holds the lock: a signal handler or finalizer opens a session in the middle of another.
+    """
+    if _start_lock._is_owned():  # type: ignore[attr-defined]
+        raise Shortage(
+            "a signal handler or a finalizer cannot open a Broker while its thread is opening another; open it in other"
+            " code"
+        )
+    return _start_lock
+
+
+def try_memory(stacks: int) -> None:
+    """Raise ``Shortage`` unless the process can map stacks of threads, and :data:`START_MEMORY` more bytes."""
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stacks_bytes = stacks * (STACK if stack == resource.RLIM_INFINITY else stack)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        # The first is mapped without access, like an unused stack: it counts as address space, not as memory.
+        with mmap.mmap(-1, max(stacks_bytes, 1), private, prot=0), mmap.mmap(-1, START_MEMORY, private):
+            pass
+    except (OSError, MemoryError):
+        raise Shortage(f"{(stacks_bytes + START_MEMORY) >> 20} MiB more memory are needed; {memory_limits()}") from None
+
+
+def thread_limits() -> str:
+    """Say what keeps this process from starting a thread: its own exit, or one of the limits."""
+    if not main_thread().is_alive():  # hooks of `atexit` run
+        return "the interpreter is exiting, and starts no threads any more: do this before its exit"
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    count = "sets no limit" if limit == resource.RLIM_INFINITY else f"is {limit}, for all threads of the user"
+    return (
+        f"RLIMIT_NPROC (ulimit -u) {count}; pids.max of the control group may be lower: raise the one that is reached"
+    )
+
+
+def memory_limits() -> str:
+    """Say which limits may keep this process from mapping memory."""
+    kinds = (("RLIMIT_AS (ulimit -v)", resource.RLIMIT_AS), ("RLIMIT_DATA (ulimit -d)", resource.RLIMIT_DATA))
+    limits = ((name, resource.getrlimit(kind)[0]) for name, kind in kinds)
+    finite = [f"{name} is {limit >> 20} MiB" for name, limit in limits if limit != resource.RLIM_INFINITY]
+    return f"{' and '.join(finite)}: raise that" if finite else "the system has no more"
+
+
+def _check_headroom() -> None:
+    """Raise ``Shortage`` if libzmq would get less than it needs for a context and its connection."""
+    _try_descriptors()
+    _try_threads()
+
+
+def _try_descriptors() -> None:
+    """Raise ``Shortage`` unless the process can open :data:`ZMQ_DESCRIPTORS` more."""
+    with ExitStack() as opened:
+        try:
+            for _ in range(ZMQ_DESCRIPTORS):
+                opened.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
+        except OSError as error:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise Shortage(
+                f"{ZMQ_DESCRIPTORS} more descriptors are needed: {error.strerror}; raise RLIMIT_NOFILE (ulimit -n),"
+                f" which is {limit}, or close files"
+            ) from None
+
+
+def _try_threads() -> None:
+    """Raise ``Shortage`` unless the process can have :data:`ZMQ_THREADS` more at the same time, and memory for them."""
+    running: SimpleQueue[int] = SimpleQueue()
+    release = Lock()
+
+    def stay() -> None:
+        running.put(get_native_id())
+        with release:
+            pass
+
+    started: list[int] = []
+    try:
+        with release:
+            for _ in range(ZMQ_THREADS):
+                try_memory(1)
+                Thread(target=stay, name="cubroker-headroom", daemon=True).start()
+                started.append(running.get(timeout=THREAD_PATIENCE))
+            try_memory(ZMQ_THREADS)  # in case threading.stack_size() is less than the stacks of libzmq's threads
+    except (MemoryError, Empty):
+        raise Shortage(f"{ZMQ_THREADS} more threads have no memory to run in; {memory_limits()}") from None
+    except RuntimeError:
+        raise Shortage(f"{ZMQ_THREADS} more threads are needed; {thread_limits()}") from None
+    finally:
+        _await_release(started)
+
+
+def _await_release(threads: Sequence[int]) -> None:
+    """Wait until the kernel has released threads that are about to end."""
+    deadline = time.monotonic() + THREAD_PATIENCE
+    while any(os.path.lexists(f"/proc/self/task/{thread}") for thread in threads) and time.monotonic() < deadline:
+        time.sleep(0.0001)

@@ -21,7 +21,7 @@ import pytest
 
 from cubroker.client import Broker, Follow, Pool
 from cubroker.client import follow as follow_module
-from cubroker.client.transport import zmq_preflight
+from cubroker.client.transport.connection import Shortage
 from cubroker.client.transport.requests import Future
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid, OverQuota, TimedOut, Unavailable, Unsupported
@@ -270,9 +270,9 @@ def test_without_room_for_its_thread_nothing_is_followed(
     client: Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(stacks: int) -> None:
-        raise zmq_preflight.Shortage("no memory")
+        raise Shortage("no memory")
 
-    monkeypatch.setattr(zmq_preflight, "try_memory", refuse)
+    monkeypatch.setattr(follow_module, "try_memory", refuse)
     with pytest.raises(Unavailable, match=f"no thread to follow pool {name!r}: no memory"):
         client.follow(name)
 

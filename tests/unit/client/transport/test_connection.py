@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -18,7 +19,7 @@ import zmq
 
 from cubroker.client import Broker
 from cubroker.client.transport import connection, handshake, requests
-from cubroker.client.transport.connection import Waker
+from cubroker.client.transport.connection import Shortage, Waker
 from cubroker.client.transport.handshake import ATTEMPTS
 from cubroker.client.transport.requests import RESEND, Future, Pending
 from cubroker.protocol import wire
@@ -394,3 +395,36 @@ def test_a_session_without_a_free_descriptor_goes_on_with_the_next_gateway_when_
             broker.drain()  # which comes by the next gateway
             out, err = worker.communicate(timeout=PATIENCE)
         assert (out, err, worker.returncode) == ("['kept']\n", "", 0)
+
+
+# -- headroom for libzmq -------------------------------------------------------------------------------
+
+
+def tasks() -> set[str]:
+    """The threads of this process, those included that the kernel has not released yet."""
+    return {entry.name for entry in Path("/proc/self/task").iterdir()}
+
+
+def test_threads_of_a_trial_count_no_more_when_it_is_over() -> None:
+    before, opened = tasks(), files(os.getpid())
+    for _ in range(50):
+        connection._check_headroom()
+        assert tasks() <= before
+    assert files(os.getpid()) <= opened
+
+
+def test_a_thread_that_never_runs_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "THREAD_PATIENCE", 0.01)
+    monkeypatch.setattr(threading.Thread, "run", lambda self: None)
+    with pytest.raises(Shortage, match="2 more threads have no memory to run in"):
+        connection._try_threads()
+
+
+def test_the_limits_that_are_set_are_named_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_ones = {resource.RLIMIT_AS: 200 << 20, resource.RLIMIT_STACK: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (set_ones.get(kind, resource.RLIM_INFINITY),) * 2)
+    assert connection.memory_limits() == "RLIMIT_AS (ulimit -v) is 200 MiB: raise that"
+    assert "RLIMIT_NPROC (ulimit -u) sets no limit; pids.max" in connection.thread_limits()
+    set_ones.clear()
+    assert connection.memory_limits() == "the system has no more"
+    connection._check_headroom()
