@@ -43,7 +43,7 @@ WRAPPED = {
         "PinnedRing.send": "send",
         "_Slot.wait": "await copy",
     },
-    "cubroker.client.loading.background_reads": {"AioReads.start": "begin read", "AioRead.wait": "read"},
+    "cubroker.client.loading.threads": {"AioReads.start": "begin read", "AioRead.wait": "read"},
     "cubroker.driver.context": {"Stream.close": "finish"},
     "cubroker.client.draft": {"Draft.seal": "seal"},
     "cubroker.client.digests": {"sealing": "digest"},

@@ -1,7 +1,7 @@
 """Rate of reading and copying, by size of chunks and parts and number of buffers: ``python -m benchmarks.staging``.
 
 It shows which values of the constants of ``client/loading`` suit a machine: ``copy.CHUNK``, ``copy.RING_DEPTH`` and
-``background_reads.AIO_PART``. All ways are measured alternately, in one process, into one draft. The module is no part
+``threads.AIO_PART``. All ways are measured alternately, in one process, into one draft. The module is no part
 of ``python -m benchmarks``.
 """
 
@@ -16,7 +16,7 @@ from benchmarks.load import POOL, pinned_copy
 from benchmarks.options import Plan
 from benchmarks.report import Figure, rate
 from cubroker.client import Broker
-from cubroker.client.loading import background_reads, copy
+from cubroker.client.loading import copy, threads
 from cubroker.client.loading.checkpoint import Checkpoint
 from cubroker.client.loading.targets import target_of
 from cubroker.protocol import Layout
@@ -63,7 +63,7 @@ def take_turns(connection: Connection, directory: Path, devices: str, path: Path
             for number in range(1 + ROUNDS):
                 pinned.append(seconds(bound))
                 for way, (taken, ready) in times.items():
-                    copy.CHUNK, background_reads.AIO_PART, copy.RING_DEPTH = way
+                    copy.CHUNK, threads.AIO_PART, copy.RING_DEPTH = way
                     first = draft.replicas[0].context
                     stored = zip(checkpoint.entries, layout.tensors, strict=True)
                     with copy.FileCopy("cubroker-load", lambda context=first: context) as copying:

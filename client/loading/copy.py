@@ -2,8 +2,8 @@
 
 Each device that gets a part of the files has a thread, which copies its chunks in the order of the plan
 (:mod:`.read_plan`). On host devices chunks are read straight into the memory. For GPUs the thread has a ring of pinned
-buffers: some are read into while another is copied from. Threads of the C library do the reads
-(:mod:`.background_reads`). :mod:`.targets` copies from one device to the next.
+buffers: some are read into while another is copied from. Threads of the C library do the reads (:mod:`.threads`).
+:mod:`.targets` copies from one device to the next.
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
 unpinned while the version is sealed. The region is not kept for the next load: pinning it during the allocation costs
@@ -24,18 +24,20 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TypeAlias
 
-from cubroker.client.loading.background_reads import (
+from cubroker.client.loading.checkpoint import StoredTensor
+from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
+from cubroker.client.loading.targets import PeerCopies, Target, copy_between_devices, hold_all, sources
+from cubroker.client.loading.threads import (
     ChunkRead,
+    Progress,
     Readers,
     Reads,
+    SupervisedThread,
+    WorkerThreads,
     has_many_pieces,
     reads_in_c,
     reads_of,
 )
-from cubroker.client.loading.checkpoint import StoredTensor
-from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
-from cubroker.client.loading.targets import PeerCopies, Target, copy_between_devices, hold_all, sources
-from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads
 from cubroker.client.transport.requests import PART, Future
 from cubroker.driver import Context, DriverError, Event, Stream
 from cubroker.driver.system_calls import make_room

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId, doing
-from cubroker.client.loading.background_reads import at_address
 from cubroker.client.loading.checkpoint import Checkpoint, Paths, StoredTensor
-from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, drain
+from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, at_address, drain
 from cubroker.client.pool import Pool
 from cubroker.driver import Context
 from cubroker.driver.buffers import differ

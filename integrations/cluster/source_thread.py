@@ -17,7 +17,7 @@ from threading import Condition, Event, Lock, Thread
 from typing import NamedTuple, TypeAlias
 
 from cubroker.client import Draft, digests
-from cubroker.client.loading.background_reads import at_address
+from cubroker.client.loading.threads import at_address
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import CONNECT, PeerAddress, PeerConnection
 from cubroker.integrations.cluster.messages import NEWS, Available, ExportedVersion, Going, Offers, Open, Progress

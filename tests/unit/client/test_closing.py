@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker, Pool, SharedTensor, fork_guard
-from cubroker.client.loading import background_reads, loader
+from cubroker.client.loading import loader
 from cubroker.client.loading.checkpoint import CheckpointFile
+from cubroker.client.loading.threads import posix_aio
 from cubroker.client.locks import LockRef, NameLock
 from cubroker.client.memory.lease import acquire
 from cubroker.client.transport.requests import Future, Steps
@@ -46,7 +47,7 @@ def test_closing_a_broker_unmaps_nothing_under_the_threads_that_load(
         assert closed.wait(PATIENCE)
         read_into(file, buffers, offset)  # EFAULT if the memory is gone by now
 
-    monkeypatch.setattr(background_reads.posix_aio, "usable", False)
+    monkeypatch.setattr(posix_aio, "usable", False)
     monkeypatch.setattr(CheckpointFile, "read_into", pausing)
     with Broker(client.directory) as broker:
         loading = threads.submit(loader.load, broker, name, path, devices=(0, 1))

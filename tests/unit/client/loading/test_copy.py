@@ -17,8 +17,7 @@ from threading import Event, Thread, get_ident
 import pytest
 
 from cubroker import driver
-from cubroker.client.loading import background_reads, copy, targets, threads
-from cubroker.client.loading.background_reads import Reads
+from cubroker.client.loading import copy, targets, threads
 from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile
 from cubroker.client.loading.copy import (
     DirectStaging,
@@ -28,7 +27,7 @@ from cubroker.client.loading.copy import (
 )
 from cubroker.client.loading.read_plan import Chunk
 from cubroker.client.loading.targets import PeerCopies, Target, homes_of
-from cubroker.client.loading.threads import Progress, SupervisedThread, WorkerThreads, drain
+from cubroker.client.loading.threads import Progress, Reads, SupervisedThread, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
 from cubroker.driver.buffers import address
@@ -83,14 +82,14 @@ def memory() -> Iterator[Callable[..., Memory]]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy, "CHUNK", 10_000)
-    monkeypatch.setattr(background_reads, "AIO_PART", 1000)
-    monkeypatch.setattr(background_reads, "THREAD_PART", 3000)
+    monkeypatch.setattr(threads, "AIO_PART", 1000)
+    monkeypatch.setattr(threads, "THREAD_PART", 3000)
 
 
 @pytest.fixture
 def python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read as with a C library whose requests look different."""
-    monkeypatch.setattr(background_reads.posix_aio, "usable", False)
+    monkeypatch.setattr(threads.posix_aio, "usable", False)
 
 
 def copy_checkpoint(
@@ -131,7 +130,7 @@ def test_every_byte_reaches_every_device_and_gaps_are_zero(
     staging: object,
     slab: int | None,
 ) -> None:
-    monkeypatch.setattr(background_reads.posix_aio, "usable", reader == "C")
+    monkeypatch.setattr(threads.posix_aio, "usable", reader == "C")
     monkeypatch.setattr(copy, "make_staging", staging)
     names = list(TENSORS)
     shards = [{name: TENSORS[name] for name in part} for part in (names[:20], names[20:200], names[200:])]
@@ -412,7 +411,7 @@ def test_what_the_c_library_does_not_take_is_read_by_python(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where it has no memory for requests: some are taken, and the others read nothing."""
-    posix_aio, submit, taken = background_reads.posix_aio, background_reads.posix_aio.submit, list[int]()
+    posix_aio, submit, taken = threads.posix_aio, threads.posix_aio.submit, list[int]()
 
     def some(mode: int, requests: object, count: int, event: None) -> int:
         taken.append(count // 2)

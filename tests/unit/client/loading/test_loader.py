@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker, Draft
-from cubroker.client.loading import background_reads
 from cubroker.client.loading import copy as copying
+from cubroker.client.loading import threads
 from cubroker.client.loading.checkpoint import CheckpointFile
 from cubroker.client.loading.copy import FileCopy, PinnedStaging, make_staging
 from cubroker.client.loading.loader import load
@@ -85,13 +85,13 @@ def test_a_plan_spreads_the_tensors_and_each_is_read_once_into_its_own_device(
     client: Broker, path: Path, name: str, monkeypatch: pytest.MonkeyPatch, staging: object
 ) -> None:
     read: list[int] = []
-    start = background_reads.AioReads.start
+    start = threads.AioReads.start
 
-    def noting(reads: background_reads.AioReads, file: CheckpointFile, chunk: Chunk, pointer: int) -> Any:
+    def noting(reads: threads.AioReads, file: CheckpointFile, chunk: Chunk, pointer: int) -> Any:
         read.append(chunk.nbytes)
         return start(reads, file, chunk, pointer)
 
-    monkeypatch.setattr(background_reads.AioReads, "start", noting)
+    monkeypatch.setattr(threads.AioReads, "start", noting)
     monkeypatch.setattr(Stream, "copy", None)  # nothing goes from device to device
     monkeypatch.setattr(copying, "make_staging", staging)
     names = list(TENSORS)
@@ -298,7 +298,7 @@ def test_the_c_library_reads_with_few_threads_where_there_are_few_cores(
     done = run(
         lender,
         """
-        from cubroker.client.loading.background_reads import posix_aio
+        from cubroker.client.loading.threads import posix_aio
         from cubroker.client.loading.loader import load
 
         def others():
@@ -315,7 +315,7 @@ def test_the_c_library_reads_with_few_threads_where_there_are_few_cores(
         str(path),
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert int(done.stdout) <= background_reads.MIN_AIO_THREADS
+    assert int(done.stdout) <= threads.MIN_AIO_THREADS
 
 
 def test_when_the_loader_is_killed_one_that_waits_takes_over(
