@@ -18,7 +18,7 @@ from benchmarks.report import Figure, rate
 from cubroker.client import Broker
 from cubroker.client.loading import copy, threads
 from cubroker.client.loading.checkpoint import Checkpoint
-from cubroker.client.loading.targets import target_of
+from cubroker.client.loading.read_plan import target_of
 from cubroker.protocol import Layout
 
 ROUNDS = 4

@@ -22,7 +22,7 @@ from cubroker.client.devices import DeviceId, Plan, doing, find_plan, resolve_pl
 from cubroker.client.draft import Arrays, Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import FileCopy
-from cubroker.client.loading.targets import Target, hold_all, homes_of, target_of
+from cubroker.client.loading.read_plan import Target, hold_all, homes_of, target_of
 from cubroker.client.pool import Pool
 from cubroker.client.transport.requests import version_number
 from cubroker.driver import Context, Driver, DriverError, Stream

@@ -3,7 +3,6 @@
 Each device that gets a part of the files has a thread, which copies its chunks in the order of the plan
 (:mod:`.read_plan`). On host devices chunks are read straight into the memory. For GPUs the thread has a ring of pinned
 buffers: some are read into while another is copied from. Threads of the C library do the reads (:mod:`.threads`).
-:mod:`.targets` copies from one device to the next.
 
 The buffers are parts of one region, which is pinned and filled while the broker allocates (:class:`FileCopy`), and
 unpinned while the version is sealed. The region is not kept for the next load: pinning it during the allocation costs
@@ -25,8 +24,17 @@ from itertools import cycle
 from typing import TypeAlias
 
 from cubroker.client.loading.checkpoint import StoredTensor
-from cubroker.client.loading.read_plan import Chunk, ChunkQueues, Readable, read_plan
-from cubroker.client.loading.targets import PeerCopies, Target, copy_between_devices, hold_all, sources
+from cubroker.client.loading.read_plan import (
+    Chunk,
+    ChunkQueues,
+    PeerCopies,
+    Readable,
+    Target,
+    copy_between_devices,
+    hold_all,
+    read_plan,
+    sources,
+)
 from cubroker.client.loading.threads import (
     ChunkRead,
     Progress,

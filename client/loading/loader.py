@@ -16,7 +16,7 @@ from cubroker.client.digests import need
 from cubroker.client.draft import Draft
 from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
-from cubroker.client.loading.targets import target_of
+from cubroker.client.loading.read_plan import target_of
 from cubroker.client.loading.threads import Progress
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import CubrokerError

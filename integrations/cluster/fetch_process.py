@@ -31,7 +31,7 @@ import msgspec
 from cubroker.client import Broker, Draft, Pool, digests
 from cubroker.client.devices import find
 from cubroker.client.loading import loader
-from cubroker.client.loading.targets import copy_between_devices, hold_all, target_of
+from cubroker.client.loading.read_plan import copy_between_devices, hold_all, target_of
 from cubroker.client.transport.handshake import Silent
 from cubroker.integrations.cluster import identity, transfer_engine
 from cubroker.integrations.cluster.announcements import DraftAnnouncement

@@ -11,7 +11,7 @@ import pytest
 from cubroker.client import Broker
 from cubroker.client.loading import copy
 from cubroker.client.loading.loader import load
-from cubroker.client.loading.targets import Target
+from cubroker.client.loading.read_plan import Target
 from cubroker.client.loading.verify import verify
 from cubroker.protocol.errors import Invalid, OverBudget
 from tests import checkpoints

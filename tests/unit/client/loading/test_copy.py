@@ -17,7 +17,7 @@ from threading import Event, Thread, get_ident
 import pytest
 
 from cubroker import driver
-from cubroker.client.loading import copy, targets, threads
+from cubroker.client.loading import copy, read_plan, threads
 from cubroker.client.loading.checkpoint import Checkpoint, CheckpointFile
 from cubroker.client.loading.copy import (
     DirectStaging,
@@ -25,8 +25,7 @@ from cubroker.client.loading.copy import (
     HostWriter,
     PinnedStaging,
 )
-from cubroker.client.loading.read_plan import Chunk
-from cubroker.client.loading.targets import PeerCopies, Target, homes_of
+from cubroker.client.loading.read_plan import Chunk, PeerCopies, Target, homes_of
 from cubroker.client.loading.threads import Progress, Reads, SupervisedThread, WorkerThreads, drain
 from cubroker.client.transport.requests import Future
 from cubroker.driver import Context, DriverError, Stream
@@ -146,7 +145,7 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch, staging: object
 ) -> None:
     monkeypatch.setattr(copy, "make_staging", staging)
-    monkeypatch.setattr(targets, "P2P_PIECE", 30_000)
+    monkeypatch.setattr(read_plan, "P2P_PIECE", 30_000)
     copies: list[int] = []
     done: list[str] = []
     copy_in_stream, read_into = Stream.copy, CheckpointFile.read_into
@@ -178,7 +177,7 @@ def test_bytes_go_on_from_device_to_device_piece_by_piece(
 def test_nothing_is_passed_on_once_a_read_has_failed_and_the_others_are_over(
     tmp_path: Path, memory: Callable[..., Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "P2P_PIECE", 10_000)
+    monkeypatch.setattr(read_plan, "P2P_PIECE", 10_000)
     over: list[str] = []
     numbers, failed = itertools.count(), threading.Event()
     leave, begin, read_into = PeerCopies.__exit__, PeerCopies.pass_on, CheckpointFile.read_into

@@ -17,8 +17,7 @@ from cubroker.client.loading import threads
 from cubroker.client.loading.checkpoint import CheckpointFile
 from cubroker.client.loading.copy import FileCopy, PinnedStaging, make_staging
 from cubroker.client.loading.loader import load
-from cubroker.client.loading.read_plan import Chunk
-from cubroker.client.loading.targets import Target
+from cubroker.client.loading.read_plan import Chunk, Target
 from cubroker.driver import DriverError, Stream
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.protocol.errors import DeviceFailure, Exists, Invalid, NotFound, OverBudget
