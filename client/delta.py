@@ -24,8 +24,8 @@ import msgspec
 from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context
-from cubroker.driver.batched_copy import Segment
 from cubroker.driver.buffers import address, differ
+from cubroker.driver.kernels import Segment
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
 from cubroker.protocol.layout import nbytes as size_of
 

@@ -1,7 +1,8 @@
 """Digests of a pool's memory: computed before a draft is sealed, and again when a reader checks its mapping.
 
 A process that has a descriptor or a legacy handle of memory chooses its own access, so read-only mappings do not stop
-one that means to write. Digests show afterwards that it did; :mod:`cubroker.driver.digest` says what they do not show.
+one that means to write. Digests show afterwards that it did. :data:`cubroker.driver.kernels.ALGORITHM` says what they
+do not show.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cubroker.client.devices import doing
 from cubroker.client.memory.mapping import Spot
 from cubroker.driver import Context, Device, device_names
-from cubroker.driver.digest import ALGORITHM, PIECE, add, finish, sums
+from cubroker.driver.kernels import ALGORITHM, PIECE, add, finish, sums
 from cubroker.protocol.errors import Corrupted, Unsupported, needing
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import DIGESTS, DigestList, Digests

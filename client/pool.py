@@ -361,7 +361,7 @@ class Pool(Replica, Closeable):
         """Have the devices compare all bytes that this pool has mapped with the digests that they were sealed with.
 
         That finds later changes: by a process with a descriptor or handle of its own, or by faulty memory. It does not
-        find the writes of a process that knows the digest and preserves it (:mod:`cubroker.driver.digest`).
+        find the writes of a process that knows the digest and preserves it (:data:`cubroker.driver.kernels.ALGORITHM`).
 
         Raises:
             Corrupted: they differ; the text says on which device, in which allocation, and which tensors lie there.

@@ -26,8 +26,8 @@ from cubroker.client.loading.read_plan import Target, hold_all, homes_of, target
 from cubroker.client.pool import Pool
 from cubroker.client.transport.requests import version_number
 from cubroker.driver import Context, Driver, DriverError, Stream
-from cubroker.driver.batched_copy import Segment
 from cubroker.driver.buffers import address
+from cubroker.driver.kernels import Segment
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec
 

@@ -17,7 +17,7 @@ from cubroker.driver.checked_calls import Calls, DriverError, explained, tolerat
 from cubroker.driver.context import CurrentContext, Device, PrimaryContext, Stream, current_context
 
 if TYPE_CHECKING:  # what a reader of a pool does not need is imported where it is used
-    from cubroker.driver.batched_copy import Segment
+    from cubroker.driver.kernels import Segment
     from cubroker.driver.multicast import Multicast, Window
     from cubroker.driver.peer_access import Peers
 
@@ -255,7 +255,7 @@ class Context(PrimaryContext):
         return int(free), int(total)
 
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the digest (:mod:`cubroker.driver.digest`) of each range of memory that this device reads.
+        """Return the digest (:data:`cubroker.driver.kernels.ALGORITHM`) of each range of memory that this device reads.
 
         The device computes them, at about the rate at which it reads. Work in other streams is not waited for.
 
@@ -265,7 +265,7 @@ class Context(PrimaryContext):
         Raises:
             ValueError: a pointer is not such a multiple.
         """
-        from cubroker.driver.digest import Digester
+        from cubroker.driver.kernels import Digester
 
         return self._kernel(Digester).digests(ranges)
 
@@ -279,7 +279,7 @@ class Context(PrimaryContext):
         Raises:
             DriverError: no kernel can be loaded.
         """
-        from cubroker.driver.batched_copy import BatchedCompare
+        from cubroker.driver.kernels import BatchedCompare
 
         return self._kernel(BatchedCompare).differing(segments)
 
@@ -297,7 +297,7 @@ class Context(PrimaryContext):
         """
         with self.current():
             if len(segments) > 1:
-                from cubroker.driver.batched_copy import BatchedCopy
+                from cubroker.driver.kernels import BatchedCopy
 
                 with suppress(DriverError):  # no compiler, or no memory, for the kernel
                     self._kernel(BatchedCopy)

@@ -89,7 +89,7 @@ class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fie
 class Digests(Struct, frozen=True, array_like=True):
     """The digests of a version's bytes at its seal."""
 
-    #: The name of the digests' definition; that of this build is in :mod:`cubroker.driver.digest`.
+    #: The name of the digests' definition; that of this build is in :data:`cubroker.driver.kernels.ALGORITHM`.
     algorithm: Algorithm
     #: For each replica one digest per allocation; ``b""`` for an allocation that the replica does not have.
     replicas: Annotated[tuple[DigestsOfReplica, ...], Meta(max_length=MAX_DEVICES)]

@@ -267,7 +267,7 @@ UNUSED = (
 )
 """The modules of the client that a process which attaches to a pool of a published version has no use for."""
 
-UNUSED_BELOW = ("host", "multicast", "peer_access", "batched_copy", "digest")
+UNUSED_BELOW = ("host", "multicast", "peer_access", "kernels")
 """The same of the driver, on a GPU."""
 
 

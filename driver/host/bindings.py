@@ -16,7 +16,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from cubroker.driver import batched_copy, digest
+from cubroker.driver import kernels
 from cubroker.driver.buffers import differ, keep_first, round_up
 from cubroker.driver.host.devices import Refusal, Result, answers, check
 from cubroker.driver.host.multicast import MulticastFunctions
@@ -28,8 +28,8 @@ _WORD = (1 << 64) - 1
 _SIZES = {
     b"cubroker_broadcast": (1, 1, 1),
     b"cubroker_digest": (1, 1, 1),
-    b"cubroker_batched_copy": (1, 3 * batched_copy.ENTRIES),
-    b"cubroker_batched_compare": (1, 1, 3 * batched_copy.ENTRIES),
+    b"cubroker_batched_copy": (1, 3 * kernels.ENTRIES),
+    b"cubroker_batched_compare": (1, 1, 3 * kernels.ENTRIES),
 }
 """The sizes of the arguments of each known entry, in words of 64 bits."""
 
@@ -123,7 +123,7 @@ class HostModule(MulticastFunctions):
         check(self.is_pinned(sums, blocks * _PIECE), Result.CUDA_ERROR_ILLEGAL_ADDRESS)
         read = (ctypes.c_ubyte * (pieces * _PIECE)).from_address(start) if isinstance(start, int) else start
         stored = (ctypes.c_uint64 * (2 * blocks)).from_address(sums)
-        stored[:] = [*digest.sums(read), *[0] * (2 * blocks - 2)]
+        stored[:] = [*kernels.sums(read), *[0] * (2 * blocks - 2)]
 
     def _batched_copy(self, blocks: int, threads: int, count: int, *table: int) -> None:
         """Copy the chunks that there are blocks for, segment by segment."""
@@ -173,13 +173,13 @@ def _faulting() -> Iterator[None]:
 
 def _segments(blocks: int, threads: int, count: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield the number, the addresses and the bytes of each segment of a table, as far as there are blocks for it."""
-    check(threads == batched_copy.THREADS and 0 < count <= batched_copy.ENTRIES)
+    check(threads == kernels.THREADS and 0 < count <= kernels.ENTRIES)
     start = 0
     for entry in range(count):
         one, other, end = table[3 * entry : 3 * entry + 3]
-        end = min(end, blocks * batched_copy.CHUNK)
+        end = min(end, blocks * kernels.CHUNK)
         yield entry, (one + start) & _WORD, (other + start) & _WORD, end - start
-        start = round_up(end, batched_copy.CHUNK)
+        start = round_up(end, kernels.CHUNK)
 
 
 def _arguments(given: Any, sizes: tuple[int, ...]) -> list[int]:

@@ -175,7 +175,7 @@ class ExportedVersion(PeerMessage, frozen=True):
     version: Positive
     #: As :meth:`cubroker.protocol.layout.Layout.encode` returns it.
     layout: bytes
-    #: The name of the digests' definition (:mod:`cubroker.driver.digest`).
+    #: The name of the digests' definition (:data:`cubroker.driver.kernels.ALGORITHM`).
     algorithm: Name
     #: One for each allocation of the layout.
     places: Annotated[tuple[ExportedAllocation, ...], Meta(max_length=MAX_ITEMS)]

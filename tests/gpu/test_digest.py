@@ -9,7 +9,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.driver import Context, Driver, load
-from cubroker.driver.digest import PIECE, add, digest, finish, sums
+from cubroker.driver.kernels import PIECE, add, digest, finish, sums
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Corrupted
 from tests.gpu.sharing import SHARES, gpu_broker

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker
-from cubroker.driver.digest import ALGORITHM
+from cubroker.driver.kernels import ALGORITHM
 from tests import checkpoints
 from tests.unit.cli.processes import run
 

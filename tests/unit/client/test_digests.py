@@ -13,7 +13,7 @@ import pytest
 from cubroker.client import Broker, Draft, digests
 from cubroker.client.loading.loader import load
 from cubroker.driver import Context, DriverError, device_names
-from cubroker.driver.digest import ALGORITHM, digest
+from cubroker.driver.kernels import ALGORITHM, digest
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Corrupted, DeviceFailure, Invalid, NotFound, Retired, Unsupported
 from cubroker.protocol.messages import Digests, ListDigests

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
-from cubroker.driver.digest import digest
+from cubroker.driver.kernels import digest
 from tests.unit.driver.conformance import BLOCK, refused
 from tests.unit.driver.other_process import OtherProcess
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cubroker.driver.batched_copy import CHUNK, THREADS, tables
 from cubroker.driver.context import KERNEL_FOLDER as HERE
-from cubroker.driver.digest import add, digest, finish
+from cubroker.driver.kernels import CHUNK, THREADS, add, digest, finish, tables
 from tests.sampling import daily
 from tests.unit.driver.ptx import PAIR, Program
 

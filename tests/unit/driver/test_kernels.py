@@ -1,4 +1,4 @@
-"""What the digest is, and which changes show in it."""
+"""Digests: their definition, and which changes show in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from cubroker.driver import Driver, DriverError
 from cubroker.driver.context import Kernel
-from cubroker.driver.digest import ALGORITHM, PIECE, add, digest, finish, sums
+from cubroker.driver.kernels import ALGORITHM, PIECE, add, digest, finish, sums
 from cubroker.protocol.fields import DIGEST_BYTES
 
 WORDS = 1 << 64
