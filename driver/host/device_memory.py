@@ -12,10 +12,9 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import system_calls
 from cubroker.driver.buffers import handle_bytes, handle_of
-from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.devices import Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import SharedFd
-from cubroker.driver.host.shared_memory import Block, OpenedRegion
+from cubroker.driver.host.shared_memory import Block, OpenedRegion, SharedFd
 from cubroker.driver.host.streams import EventFunctions
 
 Bytes = int | ctypes.Array[ctypes.c_char]  #: Bytes to copy: their address, or the bytes themselves.
@@ -126,7 +125,7 @@ class MemoryFunctions(EventFunctions):
         check(Flags == cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         raw = handle_bytes(handle)
         with self.lock:
-            check(not handle_server.by_this_process(raw), Result.CUDA_ERROR_INVALID_CONTEXT)
+            check(not shared_memory.by_this_process(raw), Result.CUDA_ERROR_INVALID_CONTEXT)
             # One context per device and process opens memory.
             check(self.stack[-1] not in self.created, Result.CUDA_ERROR_INVALID_HANDLE)
             pointer = self._open_again(device, raw)
@@ -191,7 +190,7 @@ class MemoryFunctions(EventFunctions):
     def _open_first(self, device: int, raw: bytes) -> int:
         """Fetch and map the memory, without the lock while its owner is asked: another thread may be faster."""
         try:
-            fd, owner, offset = handle_server.fetch(raw)
+            fd, owner, offset = shared_memory.fetch(raw)
         except LookupError:
             raise Refusal(Result.CUDA_ERROR_INVALID_VALUE) from None
         try:

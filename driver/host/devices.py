@@ -16,8 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from cuda.bindings import driver as cuda
 
 from cubroker.driver.host import shared_memory
-from cubroker.driver.host.handle_server import SharedFds, join_stopped, stopped
-from cubroker.driver.host.shared_memory import AddressMap, Block, Heap, OpenedRegion
+from cubroker.driver.host.shared_memory import AddressMap, Block, Heap, OpenedRegion, SharedFds, join_stopped, stopped
 
 PEERS = "CUBROKER_HOST_PEERS"  #: For tests: the variable with the most peers that a device can have; unset: any number.
 VERSION = 13000  #: The CUDA version whose behaviour is imitated: 13.0.

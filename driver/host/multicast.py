@@ -28,11 +28,10 @@ from cuda.bindings import driver as cuda
 
 from cubroker.driver import system_calls
 from cubroker.driver.buffers import HANDLE_BYTES
-from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.device_memory import Bytes, MemoryFunctions
 from cubroker.driver.host.devices import Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import SharedFd, SharedFds
-from cubroker.driver.host.shared_memory import BLOCK
+from cubroker.driver.host.shared_memory import BLOCK, SharedFd, SharedFds
 from cubroker.driver.host.virtual_memory import (
     WRITE,
     AddressRange,
@@ -421,7 +420,7 @@ class MulticastObject:
 def _fetch(binding: Binding) -> _Bound | None:
     """Map the memory of a binding; None if its process does not answer, or the answer does not fit the binding."""
     try:
-        fd, device, start = handle_server.fetch(binding.handle)
+        fd, device, start = shared_memory.fetch(binding.handle)
     except LookupError:
         return None
     try:

@@ -31,9 +31,9 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from cubroker.driver.buffers import handle_bytes, handle_of
-from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import SharedFd
+from cubroker.driver.host.shared_memory import SharedFd
 
 _DISABLE_TIMING = 2
 _INTERPROCESS = 4
@@ -264,7 +264,7 @@ class EventFunctions(StreamFunctions):
             ours = any(event.handle == raw for event in self._events.values())
             check(not ours, Result.CUDA_ERROR_INVALID_CONTEXT)
         try:
-            shared = handle_server.fetch(raw)
+            shared = shared_memory.fetch(raw)
         except LookupError:
             raise Refusal(Result.CUDA_ERROR_INVALID_HANDLE) from None
         try:

@@ -23,10 +23,9 @@ from typing import Any, Protocol
 from cuda.bindings import driver as cuda
 
 from cubroker.driver.buffers import HANDLE_BYTES, handle_of
-from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.devices import DeviceFunctions, Refusal, Result, answers, check
-from cubroker.driver.host.handle_server import SharedFd
-from cubroker.driver.host.shared_memory import BLOCK, Heap, Region
+from cubroker.driver.host.shared_memory import BLOCK, Heap, Region, SharedFd
 
 CHANNEL = "CUBROKER_HOST_CHANNEL"  #: For tests: the environment variable with this process's channel; unset: none.
 
@@ -245,7 +244,7 @@ def _import_fabric(handle: bytes, devices: int) -> PhysicalMemory:
         TimeoutError: its owner does not reply.
     """
     channel = _channel()
-    fd, _, _ = handle_server.fetch(handle)
+    fd, _, _ = shared_memory.fetch(handle)
     try:
         check(_CHANNEL.unpack_from(handle, _CHANNEL_AT) == (channel,), Result.CUDA_ERROR_NOT_PERMITTED)
         return PhysicalMemory.adopt(fd, devices)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cubroker.client import Broker
-from cubroker.driver.host import handle_server
+from cubroker.driver.host import shared_memory
 from cubroker.protocol import wire
 from cubroker.protocol.layout import Layout
 from cubroker.protocol.messages import (
@@ -84,7 +84,7 @@ def test_it_sees_neither_the_secret_of_a_session_nor_a_handle(
     with session(process.directory, hello) as client:
         handles = exchange(client)
         *memory, event = handles
-        secrets = [client.welcome.secret, *handles, *map(handle_server.secret_of, memory), event[:16]]
+        secrets = [client.welcome.secret, *handles, *map(shared_memory.secret_of, memory), event[:16]]
     seen = b"".join((*middle.requests, *middle.replies))
     assert len(middle.requests) >= 6
     assert [secret in seen for secret in secrets] == [sees] * len(secrets)

@@ -17,7 +17,7 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from cubroker.driver import Driver, DriverError, load, system_calls
-from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.bindings import HostModule
 from cubroker.driver.host.multicast import (
     MAX_BINDINGS,
@@ -66,7 +66,7 @@ def nothing_is_left() -> Iterator[None]:
         forkserver.prepare(PRELOAD, measured=measured)  # it stays, with its socket
     before, threads = held(), set(threading.enumerate())
     yield
-    handle_server.join_stopped()
+    shared_memory.join_stopped()
     assert held() <= before
     assert set(threading.enumerate()) <= threads
 
@@ -486,15 +486,15 @@ def refused(module: HostModule, fd: int) -> None:
 
 def test_memory_that_a_binding_lies_about_is_not_stored_to(multicast: MulticastSetup) -> None:
     """Whoever has the descriptor can write anything into the table; nothing that it says makes a store go astray."""
-    owner, pipe, small = handle_server.HandleServer(), os.pipe(), shared_memory.create(BLOCK)
+    owner, pipe, small = shared_memory.HandleServer(), os.pipe(), shared_memory.create(BLOCK)
     unsealed, readable = os.memfd_create("unsealed"), os.open(f"/proc/self/fd/{small}", os.O_RDONLY)
     os.ftruncate(unsealed, BLOCK)
     given = [
-        handle_server.SharedFd(pipe[0], 1),
-        handle_server.SharedFd(small, 0),
-        handle_server.SharedFd(small, 1, BLOCK),
-        handle_server.SharedFd(unsealed, 1),
-        handle_server.SharedFd(readable, 1),
+        shared_memory.SharedFd(pipe[0], 1),
+        shared_memory.SharedFd(small, 0),
+        shared_memory.SharedFd(small, 1, BLOCK),
+        shared_memory.SharedFd(unsealed, 1),
+        shared_memory.SharedFd(readable, 1),
     ]
     handles = [owner.share(shared) for shared in given]
     table = Table.adopt(multicast.descriptor)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cubroker.driver import Context, Driver, DriverError
-from cubroker.driver.host import handle_server, shared_memory
+from cubroker.driver.host import shared_memory
 from cubroker.driver.host.shared_memory import close
 from tests import forkserver
 from tests.brokers import PATIENCE
@@ -181,7 +181,7 @@ def test_closing_the_driver_frees_what_was_in_it(driver: Driver, owner: OtherPro
 
 
 def test_a_stopped_owner_is_given_up(context: Context, owner: OtherProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle_server, "PATIENCE", 0.2)
+    monkeypatch.setattr(shared_memory, "PATIENCE", 0.2)
     handle = offer(owner, b"awake")
     owner.stop()
     with pytest.raises(DriverError, match="cuIpcOpenMemHandle failed with CUDA_ERROR_TIMEOUT"):
@@ -197,14 +197,14 @@ def test_a_process_that_was_stopped_while_it_asked_asks_again(
     context: Context, owner: OtherProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time in which it was stopped is no time that the owner had."""
-    handle, ask, now = offer(owner, b"awake"), handle_server._ask, time.monotonic
+    handle, ask, now = offer(owner, b"awake"), shared_memory._ask, time.monotonic
 
     def stopped(asker: socket.socket, secret: bytes) -> tuple[int, int]:
-        monkeypatch.setattr(handle_server, "_ask", ask)
-        monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * handle_server.PATIENCE)
+        monkeypatch.setattr(shared_memory, "_ask", ask)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * shared_memory.PATIENCE)
         raise TimeoutError
 
-    monkeypatch.setattr(handle_server, "_ask", stopped)
+    monkeypatch.setattr(shared_memory, "_ask", stopped)
     pointer = context.open(handle)
     assert context.read(pointer, 5) == b"awake"
     context.close(pointer)
@@ -213,7 +213,7 @@ def test_a_process_that_was_stopped_while_it_asked_asks_again(
 def test_waiting_for_one_owner_delays_no_other(
     context: Context, owner: OtherProcess, other_process: OtherProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle_server, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(shared_memory, "PATIENCE", PATIENCE)
     handle, other = offer(owner, b"late"), offer(other_process, b"prompt")
     owner.stop()
     opened: list[int] = []
@@ -232,7 +232,7 @@ def test_waiting_for_one_owner_delays_no_other(
 def test_an_owner_that_dies_while_it_is_asked_is_noticed(
     context: Context, owner: OtherProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle_server, "_AGAIN", 0.05)
+    monkeypatch.setattr(shared_memory, "_AGAIN", 0.05)
     handle = offer(owner)
     owner.stop()
     errors: list[str] = []
@@ -278,10 +278,10 @@ def _named() -> socket.socket:
 @pytest.mark.parametrize(
     ("sealed", "answer", "copies", "name"),
     [
-        (False, handle_server._ANSWER.pack(0, 0), 1, "CUDA_ERROR_OPERATING_SYSTEM"),
-        (True, handle_server._ANSWER.pack(BLOCK, 0), 1, "CUDA_ERROR_INVALID_VALUE"),
+        (False, shared_memory._ANSWER.pack(0, 0), 1, "CUDA_ERROR_OPERATING_SYSTEM"),
+        (True, shared_memory._ANSWER.pack(BLOCK, 0), 1, "CUDA_ERROR_INVALID_VALUE"),
         (True, b"short", 1, "CUDA_ERROR_INVALID_VALUE"),
-        (True, handle_server._ANSWER.pack(0, 0), 2, "CUDA_ERROR_OPERATING_SYSTEM"),
+        (True, shared_memory._ANSWER.pack(0, 0), 2, "CUDA_ERROR_OPERATING_SYSTEM"),
     ],
     ids=["memory that could shrink", "an offset outside", "half an answer", "two descriptors"],
 )
@@ -326,7 +326,7 @@ class Collecting:
 def fetched(handle: bytes) -> bool:
     """Whether a handle brings a descriptor, which is closed."""
     try:
-        close(handle_server.fetch(handle).fd)
+        close(shared_memory.fetch(handle).fd)
     except LookupError:
         return False
     return True
@@ -335,9 +335,9 @@ def fetched(handle: bytes) -> bool:
 @pytest.mark.parametrize("whose", ["its own", "another"])
 def test_a_finalizer_on_the_servers_thread_may_call_the_driver(whose: str) -> None:
     driver_lock, inside = threading.RLock(), threading.Event()
-    server = handle_server.HandleServer()
+    server = shared_memory.HandleServer()
     fd = shared_memory.create(BLOCK)
-    handle = server.share(handle_server.SharedFd(fd, 0))
+    handle = server.share(shared_memory.SharedFd(fd, 0))
 
     def end() -> None:
         """What a call does that frees the last memory that is shared."""
@@ -371,9 +371,9 @@ def test_a_finalizer_on_the_servers_thread_may_call_the_driver(whose: str) -> No
 
 
 def test_a_handle_that_is_withdrawn_while_it_is_asked_for_brings_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = handle_server.HandleServer()
+    server = shared_memory.HandleServer()
     fd = shared_memory.create(BLOCK)
-    handle, keeper = (server.share(handle_server.SharedFd(fd, 0)) for _ in range(2))
+    handle, keeper = (server.share(shared_memory.SharedFd(fd, 0)) for _ in range(2))
     duplicate = shared_memory.duplicate
 
     def withdrawing(fd: int) -> int:
@@ -385,7 +385,7 @@ def test_a_handle_that_is_withdrawn_while_it_is_asked_for_brings_nothing_else(mo
     assert not fetched(handle)
     assert fetched(keeper)
     server.stop()
-    handle_server.join_stopped()
+    shared_memory.join_stopped()
     close(fd)
 
 
