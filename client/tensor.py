@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cubroker.client import dlpack
-from cubroker.client.arrays import ContextOf, DeviceArray, HostArray, source_of
+from cubroker.client.arrays import (
+    DLPACK_CPU,
+    DLPACK_CUDA,
+    ContextOf,
+    DeviceArray,
+    HostArray,
+    export_capsule,
+    lanes,
+    source_of,
+    torch_carrier,
+)
 from cubroker.client.devices import doing
 from cubroker.client.fork_guard import NotPicklable
 from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
@@ -221,7 +230,7 @@ class SharedTensor(NotPicklable):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's type and ordinal of the device; the ordinal is this process's."""
-        return (dlpack.CPU, 0) if self._place.context.host else (dlpack.CUDA, self.device.index)
+        return (DLPACK_CPU, 0) if self._place.context.host else (DLPACK_CUDA, self.device.index)
 
     def __dlpack__(
         self,
@@ -247,9 +256,9 @@ class SharedTensor(NotPicklable):
             raise BufferError(f"tensor {self.name!r} is shared, not copied; copy what you make of it")
         if dl_device not in (None, device):
             raise BufferError(f"tensor {self.name!r} is on device {device} and cannot be exported to {dl_device}")
-        if device[0] == dlpack.CPU and stream is not None:
+        if device[0] == DLPACK_CPU and stream is not None:
             raise BufferError(f"tensor {self.name!r} is in host memory, which has no stream {stream!r}")
-        shape, pairs = self.shape, dlpack.lanes(self.dtype)
+        shape, pairs = self.shape, lanes(self.dtype)
         if pairs > 1:
             if not shape or shape[-1] % pairs:
                 raise BufferError(f"tensor {self.name!r} has rows of an odd number of 4-bit elements; use tobytes()")
@@ -259,9 +268,9 @@ class SharedTensor(NotPicklable):
             array: Any = self._array(carrier(self.dtype), shape, writable=True)
         except Unsupported:  # without numpy
             lent = self._mapped.lend(self.name)
-            if (array := dlpack.without_numpy(self._address, shape, self.dtype, lent)) is None:
+            if (array := torch_carrier(self._address, shape, self.dtype, lent)) is None:
                 raise
-        return dlpack.export(array, self.dtype, device, readonly=self.readonly, versioned=versioned)
+        return export_capsule(array, self.dtype, device, readonly=self.readonly, versioned=versioned)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

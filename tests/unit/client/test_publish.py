@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from cubroker.client import Broker, Draft, SharedTensor, dlpack
+from cubroker.client import Broker, Draft, SharedTensor
 from cubroker.client import publish as publishing
-from cubroker.client.arrays import MAX_COPIES
+from cubroker.client.arrays import MAX_COPIES, export_capsule, versioned_struct
 from cubroker.client.devices import context as context_on
 from cubroker.client.loading import copy as copying
 from cubroker.client.publish import Sources
@@ -337,7 +337,7 @@ class OnGpu:
         view = np.ndarray(self.values.shape, "<u4", (ctypes.c_byte * self.values.nbytes).from_address(self.pointer))
         if self.strides:
             view = np.lib.stride_tricks.as_strided(view, view.shape[::-1], self.strides)
-        return dlpack.export(
+        return export_capsule(
             view, "F32", (2, self.context.device.index), readonly=False, versioned=max_version is not None
         )
 
@@ -537,7 +537,7 @@ def strange(code: int, width: int, lanes: int) -> Exports:
 
     def capsule(max_version: tuple[int, int]) -> object:
         made = np.zeros(8, np.uint8).__dlpack__(max_version=max_version)
-        dtype = dlpack.versioned_struct(made).tensor.dtype
+        dtype = versioned_struct(made).tensor.dtype
         dtype.code, dtype.bits, dtype.lanes = code, width, lanes
         return made
 

@@ -1,3 +1,5 @@
+"""DLPack capsules of tensors: they keep memory while they live, and say what it is."""
+
 from __future__ import annotations
 
 import gc
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from cubroker.client import Broker, SharedTensor
-from cubroker.client.dlpack import versioned_struct
+from cubroker.client.arrays import versioned_struct
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import Invalid
 from tests.brokers import BrokerProcess, eventually
