@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from cubroker.client import devices as local
-from cubroker.client import draft, ipc_events, locks, notices, pool
+from cubroker.client import draft, notices, pool, synchronization
 from cubroker.client.broker import Broker as BlockingBroker
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.tensor import SharedTensor
@@ -126,25 +126,25 @@ class Below(Generic[B]):
         raise NotImplementedError
 
 
-class NameLock(Below[locks.NameLock]):
+class NameLock(Below[synchronization.NameLock]):
     """The lock of a pool's name; see :class:`cubroker.client.NameLock`."""
 
     name: str = shown("name")
     closed: bool = shown("closed")
     lost: str = shown("lost")
-    close = as_awaited(locks.NameLock.close)
+    close = as_awaited(synchronization.NameLock.close)
 
 
-class SharedEvent(Below[ipc_events.SharedEvent]):
+class SharedEvent(Below[synchronization.SharedEvent]):
     """A place in a stream of the process that made it; see :class:`cubroker.client.SharedEvent`."""
 
     name: str = shown("name")
     device: Device = shown("device")
     mine: bool = shown("mine")
     closed: bool = shown("closed")
-    record = as_awaited(ipc_events.SharedEvent.record)
-    wait = as_awaited(ipc_events.SharedEvent.wait)
-    close = as_awaited(ipc_events.SharedEvent.close)
+    record = as_awaited(synchronization.SharedEvent.record)
+    wait = as_awaited(synchronization.SharedEvent.wait)
+    close = as_awaited(synchronization.SharedEvent.close)
 
 
 Event = SharedEvent

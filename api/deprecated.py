@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 NEW = {
     "cubroker.client.dtypes": "cubroker.protocol.layout",
-    "cubroker.client.events": "cubroker.client.ipc_events",
+    "cubroker.client.events": "cubroker.client.synchronization",
+    "cubroker.client.ipc_events": "cubroker.client.synchronization",
     "cubroker.client.loader": "cubroker.client.loading.loader",
     "cubroker.client.named_arrays": "cubroker.client.draft",
     "cubroker.client.process": "cubroker.client.fork_guard",

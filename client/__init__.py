@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from cubroker.client.broker import Broker
     from cubroker.client.draft import Draft
     from cubroker.client.follow import Follow
-    from cubroker.client.ipc_events import SharedEvent
-    from cubroker.client.locks import NameLock
     from cubroker.client.memory.mapping import AllocationHandle
     from cubroker.client.notices import Watch
     from cubroker.client.pool import Pool, Replica
+    from cubroker.client.synchronization import NameLock, SharedEvent
     from cubroker.client.tensor import SharedTensor
 
 __all__ = [
@@ -36,10 +35,10 @@ _MODULES = {
     "Broker": "broker",
     "Draft": "draft",
     "Follow": "follow",
-    "NameLock": "locks",
+    "NameLock": "synchronization",
     "Pool": "pool",
     "Replica": "pool",
-    "SharedEvent": "ipc_events",
+    "SharedEvent": "synchronization",
     "SharedTensor": "tensor",
     "Watch": "notices",
 }

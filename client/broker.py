@@ -28,8 +28,8 @@ from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
     from cubroker.client.draft import Draft
     from cubroker.client.follow import Follow
-    from cubroker.client.locks import NameLock
     from cubroker.client.publish import Sources
+    from cubroker.client.synchronization import NameLock
 
 H = TypeVar("H", bound="Pool | NameLock")
 
@@ -453,9 +453,9 @@ class Broker(Reconnecting):
         fields.check_pool_name(name)
         if self._session.version < messages.LOCKS:
             raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
-        from cubroker.client.locks import obtain
+        from cubroker.client.synchronization import obtain_lock
 
-        return (yield from self._keep((yield from obtain(self._session, name, seconds(timeout, "timeout")))))
+        return (yield from self._keep((yield from obtain_lock(self._session, name, seconds(timeout, "timeout")))))
 
     # -- what there is -----------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from cubroker.protocol.layout import Layout, TensorIndex, TensorSpec
 if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
     from cubroker.client.digests import DigestRange
     from cubroker.client.follow import Follow
-    from cubroker.client.ipc_events import Events, SharedEvent
     from cubroker.client.memory.multicast import MulticastMapping
+    from cubroker.client.synchronization import Events, SharedEvent
 
 
 class UnknownTensor(KeyError):
@@ -632,7 +632,7 @@ class Pool(Replica, Closeable):
             self._events.close(Unavailable(f"{self._label} {why} while it waited for an event"))
 
     def _event_list(self) -> Events:
-        from cubroker.client.ipc_events import Events
+        from cubroker.client.synchronization import Events
 
         with self._closing:
             self._events = self._events or Events(self._session)

@@ -262,7 +262,7 @@ def test_a_probe_loads_no_device_no_transport_and_no_arrays() -> None:
 
 
 UNUSED = (
-    *("draft", "publish", "delta", "loading", "digests", "locks", "follow", "ipc_events"),
+    *("draft", "publish", "delta", "loading", "digests", "synchronization", "follow"),
     "memory.multicast",
 )
 """The modules of the client that a process which attaches to a pool of a published version has no use for."""

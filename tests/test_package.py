@@ -60,6 +60,7 @@ def test_a_folder_of_that_name_beside_a_script_is_not_imported_in_its_place(tmp_
         ("cubroker.client.dtypes", "torch_dtypes"),
         ("cubroker.client.dtypes", "torch_names"),
         ("cubroker.client.events", "SharedEvent"),
+        ("cubroker.client.ipc_events", "SharedEvent"),
         ("cubroker.client.named_arrays", "layout_in"),
         ("cubroker.client.process", "Closeable"),
         ("cubroker.client.sources", "describe"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cubroker.client import Broker, Draft, Pool
-from cubroker.client.locks import NameLock
+from cubroker.client.synchronization import NameLock
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import NotFound
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving

@@ -21,7 +21,7 @@ from threading import Thread
 
 from cubroker.client import Broker, Draft, Pool, SharedEvent
 from cubroker.client.loading.loader import load
-from cubroker.client.locks import NameLock
+from cubroker.client.synchronization import NameLock
 from cubroker.client.transport.requests import Pending, Requests
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import Reply, Request

@@ -28,7 +28,7 @@ from cubroker.driver import Event as DriverEvent
 from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import Answer, Attached
 from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
-from tests.unit.client import test_ipc_events
+from tests.unit.client import test_synchronization
 from tests.unit.client.conftest import LAYOUT, begun, content, leases, publish
 
 PAGE = Path(__file__).parents[3] / "docs" / "live-weights.md"
@@ -914,7 +914,7 @@ def test_an_event_is_made_recorded_waited_for_and_closed(client: BlockingBroker,
 def test_an_event_of_another_process_is_waited_for_and_a_cancelled_wait_ends_at_the_broker(
     client: BlockingBroker, lender: BrokerProcess, name: str
 ) -> None:
-    test_ipc_events.scratch(client, name)
+    test_synchronization.scratch(client, name)
 
     async def main() -> None:
         async with Broker(client.directory) as broker, await broker.attach(name) as pool:
@@ -927,7 +927,7 @@ def test_an_event_of_another_process_is_waited_for_and_a_cancelled_wait_ends_at_
 
             opening = asyncio.create_task(pool.open_event("ready", wait=PATIENCE))
             await until(waits)
-            with test_ipc_events.producing(lender, name) as producer:
+            with test_synchronization.producing(lender, name) as producer:
                 event = await opening
                 waiting = asyncio.create_task(event.wait(timeout=PATIENCE))
                 await until(waits)

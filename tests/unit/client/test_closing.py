@@ -17,8 +17,8 @@ from cubroker.client import Broker, Pool, SharedTensor, fork_guard
 from cubroker.client.loading import loader
 from cubroker.client.loading.checkpoint import CheckpointFile
 from cubroker.client.loading.threads import posix_aio
-from cubroker.client.locks import LockRef, NameLock
 from cubroker.client.memory.lease import acquire
+from cubroker.client.synchronization import LockRef, NameLock
 from cubroker.client.transport.requests import Future, Steps
 from cubroker.protocol.errors import Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.messages import ListPools

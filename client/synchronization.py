@@ -1,10 +1,11 @@
-"""Events on pools whose readers may write: one process records when bytes are ready, others wait on their streams.
+"""How processes wait for each other: locks of names, and events on pools whose readers may write.
 
-An :class:`EventHandle` is one event in this process, from its making or opening to its end, through any interrupt of
-its caller. Its steps, and the thread of each: ``obtain`` (the caller's), ``begin`` (the cleanup thread), ``_shared``
-(the connection's, for an event that this process makes), ``_hand_over`` (the cleanup thread); then the caller has an
-:class:`EventRef`. After the last reference to that, the cleanup thread calls ``_end`` and, once the broker has told all
-waiting processes, ``_destroy``. As with leases, no frame of the caller owns an event at any time.
+- A lock is for work that only one process at a time may do: see :meth:`cubroker.client.broker.Broker.lock`.
+- An event is recorded by one process when bytes are ready; others wait on their streams: see :meth:`Pool.event`.
+
+A :class:`LockHandle` is one lock in this process, and an :class:`EventHandle` one event, from its request to its end,
+through any interrupt of its caller. As with leases, no frame of the caller owns a lock or an event at any time: it is
+given back with the last reference to its :class:`LockRef` or :class:`EventRef`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from cubroker.protocol.messages import (
     EventOpened,
     EventShared,
     Generation,
+    Lock,
+    Locked,
     OpenEvent,
     Recorded,
     Reply,
     ShareEvent,
+    Unlock,
 )
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,123 @@ T = TypeVar("T")
 
 SOON, LATE = 20e-6, 1e-3
 """Seconds between two queries of an event that a thread waits for: at first, and at most."""
+
+
+# -- locks ---------------------------------------------------------------------------------------------
+
+
+class LockRef:
+    """What stands for a lock in this process; the lock is given back with the last reference to this object."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LockHandle(Resource[LockRef]):
+    """The lock of a name: requested, held, or being given back."""
+
+    request = "Lock"
+
+    def __init__(self, session: ClientSession, name: str, wait: float) -> None:
+        super().__init__(session, f"the lock of {name!r}")
+        self._body = Lock(name, wait)
+        self._pending = Pending(self._answered)
+        self._posted = False
+        self._number = 0
+
+    # -- on the cleanup thread ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """See :meth:`Resource.begin`."""
+        if self.abandoned:
+            if self._posted:
+                self._session.requests.cancel(self._pending)
+            else:
+                self._forget()
+        elif not self._posted:
+            self._posted = True
+            self._session.requests.post(self._body, self._pending)
+
+    def _release(self) -> None:
+        self._session.requests.send(Unlock(self._number), lambda _: self._forget())
+
+    # -- on the connection's thread ----------------------------------------------------------------
+
+    def _answered(self, reply: Reply | CubrokerError) -> None:
+        if isinstance(reply, Locked):
+            self._number = reply.lock
+            self._guarded(LockRef, self._release)
+        else:
+            strange = Unavailable(f"the broker answered the request Lock with {type(reply).__name__}")
+            self.fail(reply if isinstance(reply, CubrokerError) else strange)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._session.forget(self)
+        self._ended.set(None)
+
+
+class NameLock(NotPicklable, Closeable):
+    """The lock of a pool's name, which this process holds until :meth:`close`, or the end of ``with``.
+
+    Attributes:
+        name: the name.
+    """
+
+    def __init__(self, handle: LockHandle, ref: LockRef, session: ClientSession, name: str) -> None:
+        self._ref: LockRef | None = ref
+        #: The Broker, which this reference keeps open while the lock is held; see :class:`Pool`.
+        self.opener: object = None
+        self.name = name
+        self._handle = handle
+        self._session = session
+        self._owner = session.owner
+
+    def __repr__(self) -> str:
+        return f"<NameLock of {self.name!r}, {'given back' if self.closed else self.lost or 'held'}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the lock was given back, here or with the Broker."""
+        return self._ref is None
+
+    @property
+    def lost(self) -> str:
+        """Why the session is over, and with it the lock; empty while the broker knows of it. See ``Broker.lost``."""
+        return self._session.lost
+
+    @blocking
+    def close(self) -> Steps[None]:
+        """Give the lock back; the next process in line then gets it.
+
+        Raises:
+            TimedOut: the lock is being given back, but the broker has not confirmed that in time.
+        """
+        if self.let_go():
+            yield from self._handle.confirm()
+
+    def let_go(self) -> bool:
+        """Begin to give the lock back, without waiting; returns whether that is under way."""
+        self._owner.check()
+        self._ref = self.opener = None
+        return self._handle.ending
+
+    def confirming(self) -> Steps[None]:
+        """Wait until the broker has confirmed that a lock that was let go is given back."""
+        return self._handle.confirm()
+
+
+def obtain_lock(session: ClientSession, name: str, wait: float) -> Steps[NameLock]:
+    """Take the lock of a name; see :meth:`cubroker.client.broker.Broker.lock`."""
+    handle = LockHandle(session, name, wait)
+    return NameLock(handle, (yield from handle.obtain(wait)), session, name)
+
+
+# -- events --------------------------------------------------------------------------------------------
+#
+# The steps of an :class:`EventHandle`, and the thread of each: ``obtain`` (the caller's), ``begin`` (the cleanup
+# thread), ``_shared`` (the connection's, for an event that this process makes), ``_hand_over`` (the cleanup thread);
+# then the caller has an :class:`EventRef`. After the last reference to that, the cleanup thread calls ``_end`` and,
+# once the broker has told all waiting processes, ``_destroy``.
 
 
 class EventRef:
