@@ -43,8 +43,9 @@ from cubroker.cli.doctor.facts import (
     Survey,
     Trial,
     UnitFacts,
+    read_answer,
+    trial_command,
 )
-from cubroker.cli.doctor.trials import read_answer, trial_command
 from cubroker.client import Broker
 from cubroker.client.transport import handshake
 from cubroker.driver import system_calls

@@ -227,7 +227,7 @@ def test_the_functions_are_named_in_the_driver_layer_alone() -> None:
 def test_nothing_takes_functions_from_a_module_past_the_checked_calls() -> None:
     """Nor finds them in another way: the bindings are named where a driver is loaded, and for host devices' types."""
     assert mentioning(r"module\.cu[A-Z]|cuGetProcAddress|dlsym|cuda\.core|symmetric_memory") == set()
-    assert mentioning(r"libcuda\.so") <= {"cli/doctor/trials.py", "benchmarks/restart.py"}, (
+    assert mentioning(r"libcuda\.so") <= {"cli/doctor/facts.py", "benchmarks/restart.py"}, (
         "which only look whether it is there"
     )
     bindings = mentioning(r"(from|import) +cuda\b|import_module\(.*cuda")

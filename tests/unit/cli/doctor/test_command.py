@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.cli.doctor import command, trials
+from cubroker.cli.doctor import command, facts
 from cubroker.cli.doctor.command import DoctorReport, ask, trial_command
 from cubroker.cli.doctor.facts import DirectoryFacts, Examined, Facts, Survey, Trial
 from cubroker.driver import Driver, DriverError, Peers, load
@@ -50,7 +50,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch, *real: str) -> None:
     def trial(task: str, *arguments: str) -> list[str]:
         if task in real:
             return trial_command(task, *arguments)
-        return telling(msgspec.json.encode(trials.survey(*arguments)).decode()) if task == "survey" else WORKS
+        return telling(msgspec.json.encode(facts.survey(*arguments)).decode()) if task == "survey" else WORKS
 
     monkeypatch.setattr(command, "trial_command", trial)
 
@@ -96,8 +96,8 @@ def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path, monkeypatch
 
 def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     program = (
-        "from cubroker.cli import main; from cubroker.cli.doctor import command, trials\n"
-        f"made, works = trials.trial_command, {WORKS}\n"
+        "from cubroker.cli import main; from cubroker.cli.doctor import command, facts\n"
+        f"made, works = facts.trial_command, {WORKS}\n"
         "command.trial_command = lambda task, *rest: made(task, *rest) if task == 'survey' else works\n"
         "main.main()"
     )
@@ -220,11 +220,11 @@ def test_a_driver_that_hangs_is_reported_and_its_process_ended(monkeypatch: pyte
 def test_a_worker_that_hangs_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     marker = f"doctor-{os.getpid()}-worker"
     monkeypatch.setenv("CUBROKER_TEST_MARKER", marker)
-    head = "import os, signal, sys; from cubroker.cli.doctor import trials;"
-    tail = "trials.main(sys.argv[1], sys.argv[2], 'host:1@64MiB')"
-    hanging = f"{head} trials.WORKERS['ipc-reader'] = lambda *_: signal.pause(); {tail}"
+    head = "import os, signal, sys; from cubroker.cli.doctor import facts;"
+    tail = "facts.main(sys.argv[1], sys.argv[2], 'host:1@64MiB')"
+    hanging = f"{head} facts.WORKERS['ipc-reader'] = lambda *_: signal.pause(); {tail}"
     line = f"lambda task, *_: [sys.executable, '-c', {hanging!r}, str(os.getpid()), task]"
-    owner = f"{head} trials.trial_command = {line}; {tail}"
+    owner = f"{head} facts.trial_command = {line}; {tail}"
     command = [sys.executable, "-c", owner, str(os.getpid()), "ipc"]
     assert asyncio.run(ask(command, 3.0, Trial)) == Trial("silent", detail="3 s")
     monkeypatch.delenv("CUBROKER_TEST_MARKER")
@@ -232,7 +232,7 @@ def test_a_worker_that_hangs_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_trial_whose_parent_has_gone_is_not_made() -> None:
-    line = [sys.executable, "-m", "cubroker.cli.doctor.trials", "1000000000", "survey", "host:1@64MiB"]
+    line = [sys.executable, "-m", "cubroker.cli.doctor.facts", "1000000000", "survey", "host:1@64MiB"]
     assert asyncio.run(ask(line, 60, Survey)) == Trial("died", detail="status 0: it said nothing")
 
 
@@ -249,9 +249,9 @@ def test_after_a_silent_trial_the_device_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_a_driver_that_does_not_even_say_what_there_is_is_a_finding(tmp_path: Path) -> None:
-    facts = asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody", limit=0.001))
-    assert facts.driver.trial == Trial("silent", detail="0.001 s")
-    report = DoctorReport(facts)
+    found = asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody", limit=0.001))
+    assert found.driver.trial == Trial("silent", detail="0.001 s")
+    report = DoctorReport(found)
     assert not report.usable
     assert "did not answer within 0.001 s" in report.host["driver"].why
 
@@ -277,14 +277,14 @@ def test_what_libraries_print_first_does_no_harm() -> None:
 
 def test_refusals_of_either_side_are_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = "host:1@2MiB"
-    taken = trials.OWNERS["ipc"]
+    taken = facts.OWNERS["ipc"]
 
     def again(driver: Any, index: int) -> Trial:
-        driver.context(index).allocate(trials.SIZE)
+        driver.context(index).allocate(facts.SIZE)
         return taken(driver, index)
 
-    monkeypatch.setitem(trials.OWNERS, "ipc", again)
-    trial = trials.attempt("ipc", spec, 0)
+    monkeypatch.setitem(facts.OWNERS, "ipc", again)
+    trial = facts.attempt("ipc", spec, 0)
     assert (trial.outcome, trial.side, trial.call) == ("refused", "owner", "cuMemAlloc")
     assert trial.error == "CUDA_ERROR_OUT_OF_MEMORY"
 
@@ -292,7 +292,7 @@ def test_refusals_of_either_side_are_carried_over(monkeypatch: pytest.MonkeyPatc
 def test_a_worker_that_is_refused_tells_its_owner() -> None:
     driver = load("host:1@64MiB")
     try:
-        trial = trials.ask_worker("ipc-reader", driver, 0, trials.Shared(b"", handle=bytes(64)))
+        trial = facts.ask_worker("ipc-reader", driver, 0, facts.Shared(b"", handle=bytes(64)))
     finally:
         driver.close()
     assert (trial.outcome, trial.side, trial.call) == ("refused", "worker", "cuIpcOpenMemHandle")
@@ -304,14 +304,14 @@ def test_an_event_that_is_gone_is_not_taken_for_one_that_works() -> None:
         event = driver.context(0).event(shared=True)
         handle = event.export()
         event.close()
-        trial = trials.ask_worker("event-waiter", driver, 0, trials.Shared(b"", handle=handle))
+        trial = facts.ask_worker("event-waiter", driver, 0, facts.Shared(b"", handle=handle))
     finally:
         driver.close()
     assert (trial.outcome, trial.side, trial.call) == ("refused", "worker", "cuIpcOpenEventHandle")
 
 
 def test_devices_are_asked_what_they_say_of_sharing() -> None:
-    (device,) = trials.survey("host:1@64MiB").devices
+    (device,) = facts.survey("host:1@64MiB").devices
     assert (device.unified, device.ipc, device.virtual, device.descriptors) == (1, 1, 1, 1)
 
 
@@ -320,14 +320,14 @@ def test_bytes_that_differ_are_seen() -> None:
     driver = load("host:1@64MiB")
     try:
         context = driver.context(0)
-        pointer = context.allocate(trials.SIZE)
-        order = trials.Shared(b"seed", handle=context.export(pointer))
-        assert trials.ask_worker("ipc-reader", driver, 0, order) == Trial("differs")
-        physical = driver.create(0, trials.SIZE)
+        pointer = context.allocate(facts.SIZE)
+        order = facts.Shared(b"seed", handle=context.export(pointer))
+        assert facts.ask_worker("ipc-reader", driver, 0, order) == Trial("differs")
+        physical = driver.create(0, facts.SIZE)
         descriptor = physical.export()
         try:
-            order = trials.Shared(b"seed", descriptor=descriptor)
-            assert trials.ask_worker("vmm-reader", driver, 0, order) == Trial("differs")
+            order = facts.Shared(b"seed", descriptor=descriptor)
+            assert facts.ask_worker("vmm-reader", driver, 0, order) == Trial("differs")
         finally:
             os.close(descriptor)
             physical.release()
@@ -350,15 +350,15 @@ class Spy:
 
 def test_on_real_hardware_multicast_is_asked_about_and_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy(host_module(2, 64 << 20, 2))
-    monkeypatch.setattr(trials, "load", lambda spec: Driver(spy, spec, host=False))
+    monkeypatch.setattr(facts, "load", lambda spec: Driver(spy, spec, host=False))
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    survey = trials.survey("cuda")
+    survey = facts.survey("cuda")
     assert {device.obstacle for device in survey.devices} == {"NCCL_NVLS_ENABLE=0 says no to multicast on this machine"}
     assert [(device.emulated, device.peers) for device in survey.devices] == [(False, {1: True}), (False, {0: True})]
-    assert trials.attempt("fabric", "cuda", 0) == Trial("refused", "", "", "")
+    assert facts.attempt("fabric", "cuda", 0) == Trial("refused", "", "", "")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.setenv("CUBROKER_MULTICAST", "1")
-    assert {(device.multicast, device.obstacle) for device in trials.survey("cuda").devices} == {(1, None)}
+    assert {(device.multicast, device.obstacle) for device in facts.survey("cuda").devices} == {(1, None)}
     assert {"cuDeviceGetAttribute", "cuMemCreate"} <= spy.asked
     assert not [name for name in spy.asked if name.startswith("cuMulticast")]
 
@@ -368,25 +368,25 @@ def test_links_that_the_driver_does_not_tell_of_leave_the_rest(monkeypatch: pyte
         raise DriverError("cuDeviceCanAccessPeer", 999, "CUDA_ERROR_UNKNOWN")
 
     monkeypatch.setattr(Peers, "can_access", refuse)
-    survey = trials.survey("host:2@64MiB")
+    survey = facts.survey("host:2@64MiB")
     assert [device.links.error for device in survey.devices] == ["CUDA_ERROR_UNKNOWN"] * 2
     assert survey.driver.trial == Trial("works")
 
 
 def test_a_driver_that_lacks_a_function_is_told() -> None:
-    trial = trials.refusal(RuntimeError('Function "cuMemCreate" not found'), "owner")
+    trial = facts.refusal(RuntimeError('Function "cuMemCreate" not found'), "owner")
     assert (trial.outcome, trial.error, trial.detail) == ("refused", "", 'Function "cuMemCreate" not found')
-    assert trials.refusal(DriverError("cuX", 1, "CUDA_ERROR_INVALID_VALUE")).error == "CUDA_ERROR_INVALID_VALUE"
+    assert facts.refusal(DriverError("cuX", 1, "CUDA_ERROR_INVALID_VALUE")).error == "CUDA_ERROR_INVALID_VALUE"
 
 
 def test_devices_without_one_way_to_share_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once(monkeypatch)
-    facts = asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody"))
-    assert DoctorReport(facts).usable
-    (examined,) = facts.devices
+    found = asyncio.run(command.gather("host:1@64MiB", tmp_path / "nobody"))
+    assert DoctorReport(found).usable
+    (examined,) = found.devices
     refused = Trial("refused", "owner", "cuX", "CUDA_ERROR_NOT_SUPPORTED")
     worse = Examined(examined.device, dict.fromkeys(examined.trials, refused))
-    assert not DoctorReport(Facts(facts.driver, (worse,), facts.host)).usable
+    assert not DoctorReport(Facts(found.driver, (worse,), found.host)).usable
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -403,14 +403,14 @@ def test_a_machine_is_looked_at(tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    facts = command.examine_machine(tmp_path / "nobody", tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})
-    assert (facts.module, facts.container, facts.visible, facts.namespace) == ("580.159.03", "kubernetes", "0", True)
-    assert (facts.files, facts.channels) == ({"nvidiactl": True}, True)
-    assert facts.directory == DirectoryFacts(tmp_path / "nobody", state="absent")
-    assert facts.broker.code == "absent"
-    assert facts.descriptors[1] == -1 or 0 < facts.descriptors[0] <= facts.descriptors[1]
-    assert re.fullmatch(r"\d+\.\d+.*", facts.kernel)
-    assert (facts.memfd, facts.pidfd) == ("", "")
+    found = command.examine_machine(tmp_path / "nobody", tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert (found.module, found.container, found.visible, found.namespace) == ("580.159.03", "kubernetes", "0", True)
+    assert (found.files, found.channels) == ({"nvidiactl": True}, True)
+    assert found.directory == DirectoryFacts(tmp_path / "nobody", state="absent")
+    assert found.broker.code == "absent"
+    assert found.descriptors[1] == -1 or 0 < found.descriptors[0] <= found.descriptors[1]
+    assert re.fullmatch(r"\d+\.\d+.*", found.kernel)
+    assert (found.memfd, found.pidfd) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -430,8 +430,8 @@ def test_a_container_is_known_by_its_traces(
 ) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(content)
-    facts = command.examine_machine(tmp_path / "nobody", tmp_path, environ)
-    assert (facts.container, facts.module, facts.namespace) == (kind, "", False)
+    found = command.examine_machine(tmp_path / "nobody", tmp_path, environ)
+    assert (found.container, found.module, found.namespace) == (kind, "", False)
 
 
 def test_a_directory_is_looked_at(tmp_path: Path) -> None:
@@ -451,10 +451,10 @@ def test_a_directory_that_serve_refuses_is_refused_by_the_doctor_in_the_same_wor
     shared.mkdir()
     shared.chmod(0o777)
     for _ in ("not there yet", "there"):
-        facts = command.examine_directory(path)
+        found = command.examine_directory(path)
         with pytest.raises(Denied) as refused, Directory(path):
             pass
-        assert facts.exposed == refused.value.message
+        assert found.exposed == refused.value.message
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -472,8 +472,8 @@ def test_a_call_that_is_forbidden_is_a_fact(tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, name, refuse)
-    facts = command.examine_machine(tmp_path / "nobody")
-    assert getattr(facts, name.split("_", maxsplit=1)[0]) == "Operation not permitted"
+    found = command.examine_machine(tmp_path / "nobody")
+    assert getattr(found, name.split("_", maxsplit=1)[0]) == "Operation not permitted"
 
 
 def test_a_kernel_that_does_not_say_who_connects_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,9 +486,9 @@ def test_a_kernel_that_cannot_confine_a_gateway_is_a_fact(tmp_path: Path, monkey
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(hardening, "_landlock_version", refuse)
-    facts = command.examine_machine(tmp_path / "nobody")
-    assert "the kernel has no Landlock (Operation not supported)" in facts.unconfined
-    assert list(facts.unconfined) == hardening.obstacles()
+    found = command.examine_machine(tmp_path / "nobody")
+    assert "the kernel has no Landlock (Operation not supported)" in found.unconfined
+    assert list(found.unconfined) == hardening.obstacles()
 
 
 def test_a_socket_that_a_dead_broker_left_is_no_absent_broker(tmp_path: Path) -> None:
