@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cubroker.cli import client_format, completion, format, options
+from cubroker.cli import completion, format, options
 from cubroker.client.transport import handshake
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.fields import MAX_WAIT
@@ -113,8 +113,8 @@ def _lends(directory: Path) -> bool:
 def _holders(broker: Broker) -> dict[str, str]:
     """Return the other clients with leases, and what each holds."""
     return {
-        f"session {client.session}, {client_format.label(client)}": client_format.leases(client)
-        for client in client_format.known(broker.clients(), broker.session)
+        f"session {client.session}, {format.client_label(client)}": format.leases(client)
+        for client in format.known_clients(broker.clients(), broker.session)
         if client.session != broker.session and client.leases
     }
 

@@ -1,4 +1,4 @@
-"""Figures and lists in words, lines to the terminal, tables."""
+"""How the output of commands reads: figures, clients and lists in words; lines to the terminal, JSON, tables."""
 
 from __future__ import annotations
 
@@ -10,23 +10,48 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import groupby, zip_longest
+from math import inf
 from typing import Any, TypeAlias, TypeVar
 
 import click
 import msgspec
 
 from cubroker.protocol.errors import CubrokerError, explain
+from cubroker.protocol.status import ClientInfo, ProcessInfo
 
 BROKEN_PIPE = 141
 """Exit status when the reader of our output went away, as the shell reports a death by SIGPIPE."""
 
+SCHEMA = 1
+"""The version of the JSON documents: it changes if a key is removed or changes its meaning, not if one is added."""
+
 GAP = "  "
 NARROWEST = 16
 """Characters that a folded column keeps, however narrow the terminal."""
+
+_PART = re.compile(r"[-_./:]|(?=@)")
+"""Where a part of a name ends."""
+
+RUNTIMES = {"docker": "docker", "libpod": "podman", "crio": "cri-o", "containerd": "containerd", "lxc": "lxc"}
+"""The runtime of a container, by a part of its cgroup's path."""
+
+SHORT_ID = 12
+"""Characters of a container's id, as its runtime's commands show it."""
+
+_CONTAINER = re.compile(r"(?:^|[^0-9a-f])([0-9a-f]{32}|[0-9a-f]{64})(?![0-9a-f])")
+
+R = TypeVar("R")
+Columns: TypeAlias = Mapping[str, Callable[[R], str]]
+"""The cell of a row under each title. ``>`` before a title aligns its cells to the right, as figures are; ``~`` folds
+them into several lines if the terminal is too narrow."""
+
+
+# -- figures and lists ---------------------------------------------------------------------------------
 
 
 def size(nbytes: float) -> str:
@@ -147,6 +172,9 @@ def printable(value: str) -> str:
     return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
 
 
+# -- lines to the terminal -----------------------------------------------------------------------------
+
+
 def say(line: str) -> None:
     """Write a line to standard output; a reader that went away ends the command quietly."""
     # The terminal has no styles, or its user wants none (https://no-color.org).
@@ -192,8 +220,7 @@ def complain(message: str) -> None:
     note("cubroker: " + printable(" ".join(message.split())))
 
 
-SCHEMA = 1
-"""The version of the JSON documents: it changes if a key is removed or changes its meaning, not if one is added."""
+# -- JSON documents ------------------------------------------------------------------------------------
 
 
 def document(value: object) -> None:
@@ -224,13 +251,7 @@ def _versioned(value: object) -> object:
     return {"schema": SCHEMA} | built if isinstance(built, dict) else built
 
 
-_PART = re.compile(r"[-_./:]|(?=@)")
-"""Where a part of a name ends."""
-
-R = TypeVar("R")
-Columns: TypeAlias = Mapping[str, Callable[[R], str]]
-"""The cell of a row under each title. ``>`` before a title aligns its cells to the right, as figures are; ``~`` folds
-them into several lines if the terminal is too narrow."""
+# -- tables --------------------------------------------------------------------------------------------
 
 
 def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = ()) -> None:
@@ -307,3 +328,132 @@ def _fold(cell: str, width: int) -> Iterator[str]:
         yield cell[:end]
         cell = cell[end:].lstrip() if comma >= 0 else cell[end:]
     yield cell
+
+
+# -- clients: processes and what they hold -------------------------------------------------------------
+
+
+def known_clients(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:
+    """Return the clients; look up here the processes that the broker could not look at.
+
+    A broker whose /proc hides other users (``ProtectProc=``) knows only the PIDs of their processes. A PID is looked up
+    here if this process's own ``session`` has the same PID on both sides. A process that has a session has not ended.
+    """
+    from cubroker.server.transport.unix_sockets import (
+        read_process,
+    )  # code of the broker, which a keeper never loads
+
+    own = next((client for client in clients if client.session == session), None)
+    if own is None or own.pid != os.getpid():
+        return list(clients)
+    return [
+        client
+        if client.process
+        else msgspec.structs.replace(client, process=read_process(client.pid) if client.pid else None)
+        for client in clients
+    ]
+
+
+def client_name(client: ClientInfo) -> str:
+    """Return what the process calls itself, or ``?``."""
+    return (client.process and client.process.name) or "?"
+
+
+def container(process: ProcessInfo | None) -> str:
+    """Return the container or the unit of a process: ``docker 3f2a9c…``, ``vllm.service``; ``-`` if it has none."""
+    if process is None:
+        return "?"
+    if process.cgroup is None:
+        return "-"
+    if found := _CONTAINER.findall(process.cgroup):
+        runtime = next((runtime for mark, runtime in RUNTIMES.items() if mark in process.cgroup), "container")
+        return f"{runtime} {found[-1][:SHORT_ID]}"
+    return process.cgroup.rstrip("/").rpartition("/")[2] or "-"
+
+
+def client_age(client: ClientInfo, now: float) -> str:
+    """Return how long the process has run, or ``?``."""
+    return since(now - client.process.started) if client.process else "?"
+
+
+def _held_since(client: ClientInfo) -> float | None:
+    """Return when the oldest lease of a client began, in seconds since 1970; None: it has none, or that is unknown."""
+    return min((lease.held_since for lease in client.leases if lease.held_since is not None), default=None)
+
+
+def held_for(client: ClientInfo, now: float) -> str:
+    """Return for how long a client has held its oldest lease."""
+    began = _held_since(client)
+    return since(now - began) if began is not None else "?" if client.leases else "-"
+
+
+def leases(client: ClientInfo) -> str:
+    """Return the versions that a client holds, in words; nothing if it holds nothing."""
+    pools = Counter(f"{lease.pool}@{lease.version}" for lease in client.leases)
+    return ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in pools.items())
+
+
+def holders(clients: Sequence[ClientInfo]) -> Mapping[tuple[str, int], list[ClientInfo]]:
+    """Return the clients that hold each version, in the order of ``clients``."""
+    found: dict[tuple[str, int], dict[int, ClientInfo]] = {}
+    for client in clients:
+        for lease in client.leases:
+            found.setdefault((lease.pool, lease.version), {})[client.session] = client
+    return {version: [*those.values()] for version, those in found.items()}
+
+
+def client_short(client: ClientInfo) -> str:
+    """Return a process in two words: ``vllm 4711``."""
+    return f"{client_name(client)} {client.pid}"
+
+
+def client_with_user(client: ClientInfo) -> str:
+    """Return a process and its user: ``vllm 4711 (alice)``."""
+    return f"{client_short(client)} ({user(client.uid)})"
+
+
+def client_label(client: ClientInfo) -> str:
+    """Return a process in words: ``vllm 4711 (alice, docker 3f2a9c5d1e07)``."""
+    where = container(client.process)
+    return f"{client_short(client)} ({user(client.uid)}{'' if where in '-?' else f', {where}'})"
+
+
+CLIENT_SPARE = ("SESSION", "CONTAINER", "AGE", "LOCKS", "STATE", "HELD", "USER", "BEYOND LEASES")
+"""The columns that a narrow terminal leaves out, in this order."""
+
+CLIENT_ORDERS: dict[str, Callable[[ClientInfo], Any]] = {
+    "session": lambda client: client.session,
+    "pid": lambda client: client.pid,
+    "process": client_name,
+    "user": lambda client: user(client.uid),
+    "container": lambda client: container(client.process),
+    "age": lambda client: client.process.started if client.process else inf,
+    "held": lambda client: inf if (began := _held_since(client)) is None else began,
+    "leases": lambda client: -len(client.leases),
+}
+"""The keys that clients are sorted by: the oldest, and those with most leases, come first."""
+
+
+def client_columns(clients: Sequence[ClientInfo], now: float) -> dict[str, Callable[[ClientInfo], str]]:
+    """Return the columns of a table of clients; locks, and memory beyond leases, have one if any client has some."""
+    found: dict[str, Callable[[ClientInfo], str]] = {
+        ">SESSION": lambda client: str(client.session),
+        ">PID": lambda client: str(client.pid),
+        "PROCESS": client_name,
+        "USER": lambda client: user(client.uid),
+        "CONTAINER": lambda client: container(client.process),
+        ">AGE": lambda client: client_age(client, now),
+        "STATE": lambda client: client.state,
+        ">HELD": lambda client: held_for(client, now),
+        "~LEASES": lambda client: leases(client) or "none",
+    }
+    if any(client.locks for client in clients):
+        found |= {"~LOCKS": lambda client: ", ".join(client.locks) or "none"}
+    if any(client.mapped_beyond_leases for client in clients):
+        found |= {">BEYOND LEASES": _beyond}
+    return found
+
+
+def _beyond(client: ClientInfo) -> str:
+    nbytes = client.mapped_beyond_leases
+    return "?" if nbytes is None else size(nbytes)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from cubroker.cli import client_format, format
+from cubroker.cli import format
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, PoolInfo
 
@@ -238,14 +238,14 @@ class Frame:
             for client in view.clients
             if client.session != self.own
             and self.choice.matches(
-                client_format.name(client),
+                format.client_name(client),
                 format.user(client.uid),
                 str(client.pid),
                 *(each.pool for each in client.leases),
             )
             and (self.choice.device is None or any((each.pool, each.version) in there for each in client.leases))
         ]
-        found.sort(key=client_format.ORDERS[self.choice.order[CLIENTS]])
+        found.sort(key=format.CLIENT_ORDERS[self.choice.order[CLIENTS]])
         return found[::-1] if self.choice.reverse else found
 
     def _headline(self, view: View) -> Text:
@@ -342,7 +342,7 @@ class Frame:
             yield from self._sentence(f"No pool matches{self._escape}." if view.pools else nothing)
             return
         names = [f"{format.printable(pool.name)}@{pool.version}" for pool in pools]
-        held = client_format.holders([client for client in view.clients if client.session != self.own])
+        held = format.holders([client for client in view.clients if client.session != self.own])
         cells = self._cells(view, pools, held, now)
         widths = self._widths(names, cells)
         wide = min(max(map(len, names)), self.width - sum(widths.values()) - len(widths) - 1 - self._least_by)
@@ -415,17 +415,17 @@ class Frame:
             none = "No process is attached, or none of this user."
             yield from self._sentence(f"No process matches{self._escape}." if others else none)
             return
-        everything = client_format.columns(clients, now)
+        everything = format.client_columns(clients, now)
         columns = {title: cell for title, cell in everything.items() if not title.startswith("~")}
         cells = [[cell(client) for cell in columns.values()] for client in shown]
         limit = max(20, self.width - max(LEAST_BY, self.width // 4))
-        header, *rows = format.render_table([*columns], cells, limit, client_format.SPARE)
+        header, *rows = format.render_table([*columns], cells, limit, format.CLIENT_SPARE)
         wide = max(map(len, (header, *rows))) + 1
         title = self._row([header.ljust(wide)], "LEASES")
         title.stylize("bold")
         yield title
         for row, client in zip(rows, shown, strict=True):
-            leases = format.printable(client_format.leases(client)).split(", ") if client.leases else ["none"]
+            leases = format.printable(format.leases(client)).split(", ") if client.leases else ["none"]
             room = self.width - wide - 1
             rest = f" +{len(leases) - 1}" if len(leases) > 1 else ""
             first = format.squeeze(leases[0], room - len(rest))
@@ -474,7 +474,7 @@ def state(block: BlockInfo) -> str:
     return block.state if block.stage in ("promised", "held") else "freeing"
 
 
-_WORDS: Sequence[Callable[[ClientInfo], str]] = (client_format.label, client_format.with_user, client_format.short)
+_WORDS: Sequence[Callable[[ClientInfo], str]] = (format.client_label, format.client_with_user, format.client_short)
 """A process in ever fewer words."""
 
 

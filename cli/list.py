@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cubroker.cli import client_format, completion, format, options
+from cubroker.cli import completion, format, options
 from cubroker.client.transport.requests import expect
 from cubroker.driver import Device, Driver, DriverError
 from cubroker.driver.device_names import describe
@@ -124,8 +124,8 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
         if as_json and info.digest:
             with suppress(NotFound, Retired):  # it may have ended since it was described
                 digests = broker.digests(info.name, info.version)
-        clients = client_format.known(broker.clients(), broker.session)
-    holders = client_format.holders(clients).get((info.name, info.version), [])
+        clients = format.known_clients(broker.clients(), broker.session)
+    holders = format.holders(clients).get((info.name, info.version), [])
     if as_json:
         added = {"layout": _describe_layout(layout, places), "digests": _digests(digests)}
         held = [_describe_holder(client, info) for client in holders]
@@ -159,7 +159,7 @@ def _held_by(info: PoolInfo, holders: Sequence[ClientInfo], now: float) -> Itera
         began = _describe_holder(client, info)["held_since"]
         since = f" for {format.since(now - began)}" if isinstance(began, float) else ""
         detached = ", detached" if client.state == "detached" else ""
-        yield format.printable(f"held{since} by {client_format.label(client)}{detached}")
+        yield format.printable(f"held{since} by {format.client_label(client)}{detached}")
     seen = sum((each.pool, each.version) == (info.name, info.version) for one in holders for each in one.leases)
     if info.leases > seen:
         yield f"held by processes of other users: {format.count(info.leases - seen, 'lease')}"
@@ -217,7 +217,7 @@ def _heading(
 
 @click.command("clients")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.pools)
-@options.sort(client_format.ORDERS, "session")
+@options.sort(format.CLIENT_ORDERS, "session")
 @options.reverse
 @options.as_json
 @options.directory
@@ -236,14 +236,14 @@ def clients(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool
     """
     with options.connect(directory) as broker:
         session = broker.session
-        everything = [each for each in client_format.known(broker.clients(), session) if each.session != session]
-    chosen = sorted((client for client in everything if _holds(client, patterns)), key=client_format.ORDERS[sort])
+        everything = [each for each in format.known_clients(broker.clients(), session) if each.session != session]
+    chosen = sorted((client for client in everything if _holds(client, patterns)), key=format.CLIENT_ORDERS[sort])
     chosen = chosen[::-1] if reverse else chosen
     if as_json:
         format.document(chosen)
     elif chosen:
-        columns = client_format.columns(chosen, time())
-        format.print_table(chosen, columns, client_format.SPARE)
+        columns = format.client_columns(chosen, time())
+        format.print_table(chosen, columns, format.CLIENT_SPARE)
     elif everything:
         format.say(f"No client holds a pool that matches {' or '.join(patterns)}.")
     else:

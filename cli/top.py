@@ -24,7 +24,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from cubroker.cli import client_format, completion, format, options
+from cubroker.cli import completion, format, options
 from cubroker.cli.frame import (
     BACKSPACE,
     DOWN,
@@ -153,7 +153,7 @@ def _show_once(console: Console, broker: Broker, choice: Choice, *, as_json: boo
 
 
 def _told(view: View, session: int) -> View:
-    return msgspec.structs.replace(view, clients=tuple(client_format.known(view.clients, session)))
+    return msgspec.structs.replace(view, clients=tuple(format.known_clients(view.clients, session)))
 
 
 def _width() -> int:

@@ -1,4 +1,4 @@
-"""How figures read, and what happens when nobody reads them."""
+"""How figures and clients read, and what happens when nobody reads them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import pytest
 
 from cubroker.cli import format
 from cubroker.cli.format import render_table
-from cubroker.protocol.status import LeaseInfo
+from cubroker.protocol.status import ClientInfo, LeaseInfo, ProcessInfo
+from cubroker.server.transport.unix_sockets import read_process
 from tests import checkpoints, forkserver
+from tests.brokers import eventually
 from tests.forkserver import CLI
 from tests.unit.cli.processes import COMMAND, DEADLINE
+
+ID = "3f2a9c5d1e07" + "ab" * 26
+CONTAINERS = Path(__file__).parents[2] / "containers.json"
+"""Paths of cgroups, and the containers that commands and the page name for them."""
+
+OWN = ClientInfo(7, os.getpid(), os.getuid(), "connected", ())
 
 
 @pytest.mark.parametrize(
@@ -237,3 +245,46 @@ def test_documents_have_a_version_and_no_empty_texts(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == {"schema": 1, "why": None, "pools": ["a", None], "leases": 0}
     format.document([LeaseInfo("", 1)])
     assert json.loads(capsys.readouterr().out) == [{"schema": 1, "pool": None, "version": 1, "held_since": None}]
+
+
+# -- clients -------------------------------------------------------------------------------------------
+
+
+def client(cgroup: str | None) -> ClientInfo:
+    return ClientInfo(1, 4711, 0, "connected", (), process=ProcessInfo("vllm", cgroup, 1000.0))
+
+
+@pytest.mark.parametrize(("cgroup", "container"), json.loads(CONTAINERS.read_text()))
+def test_a_container_has_the_name_that_its_runtime_shows(cgroup: str | None, container: str) -> None:
+    assert format.container(client(cgroup).process) == container
+
+
+def test_a_process_is_told_with_user_and_container() -> None:
+    assert format.client_label(client(f"/docker/{ID}")) == "vllm 4711 (root, docker 3f2a9c5d1e07)"
+    assert format.client_label(client(None)) == "vllm 4711 (root)"
+    told = format.client_with_user(client(f"/docker/{ID}")), format.client_short(client(f"/docker/{ID}"))
+    assert told == ("vllm 4711 (root)", "vllm 4711"), "where there is less room"
+    assert format.client_label(ClientInfo(1, 4711, 0, "connected", ())) == "? 4711 (root)"
+
+
+def test_ages_are_told_where_they_are_known() -> None:
+    leases = LeaseInfo("a", 1, 1090.0), LeaseInfo("b", 1, 1060.0), LeaseInfo("c", 1)
+    holder = ClientInfo(1, 4711, 0, "connected", leases, process=ProcessInfo("vllm", None, 1000.0))
+    assert (format.client_age(holder, 1100.0), format.held_for(holder, 1100.0)) == ("100 s", "40 s")
+    older = ClientInfo(1, 4711, 0, "connected", (LeaseInfo("a", 1),))
+    assert (format.client_age(older, 1100.0), format.held_for(older, 1100.0)) == ("?", "?")
+    assert format.held_for(OWN, 1100.0) == "-"
+
+
+def test_processes_that_the_broker_could_not_see_are_looked_up_where_numbers_mean_the_same() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        hidden = ClientInfo(8, other.pid, os.getuid(), "connected", ())
+        unseen = ClientInfo(9, 0, os.getuid(), "connected", ())
+        eventually(lambda: (info := read_process(other.pid)) and info.name == "cat", "the program to begin")
+        found = format.known_clients([OWN, hidden, unseen, client("/x")], OWN.session)
+        assert format.client_name(found[1]) == "cat"
+        assert (found[2], found[3]) == (unseen, client("/x"))
+        elsewhere = ClientInfo(7, os.getpid() + 1, os.getuid(), "connected", ())
+        for own in ([elsewhere], []):
+            assert format.known_clients([*own, hidden], OWN.session) == [*own, hidden]
+        other.communicate()
