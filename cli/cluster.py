@@ -19,7 +19,7 @@ from typing import Any
 import click
 import msgspec
 
-from cubroker.cli import completion, format, options
+from cubroker.cli import format, options
 from cubroker.cli.load import progress
 from cubroker.client.transport.handshake import NotServing
 from cubroker.integrations.cluster import exporter, identity
@@ -101,7 +101,7 @@ metrics = click.option(
 
 
 @click.command("export")
-@click.argument("patterns", metavar="[NAME...]", nargs=-1, shell_complete=completion.pools)
+@click.argument("patterns", metavar="[NAME...]", nargs=-1, shell_complete=options.complete_pools)
 @click.option(
     "--listen",
     type=_own_address,
@@ -175,7 +175,7 @@ def _notifier() -> Callable[[str], object]:
 
 
 @click.command("fetch")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.pools)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=options.complete_pools)
 @from_hosts
 @options.copies
 @options.share

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cubroker.cli import completion, format, options
+from cubroker.cli import format, options
 from cubroker.client.transport import handshake
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.fields import MAX_WAIT
@@ -30,7 +30,7 @@ LOOK = 0.5
 
 
 @click.command("retire")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.versions)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=options.complete_versions)
 @options.as_json
 @options.directory
 def retire(reference: options.Reference, directory: Path, as_json: bool) -> None:
@@ -157,7 +157,7 @@ def _subject(value: str) -> str | int:
 
 
 @click.command("story")
-@click.argument("subject", metavar="NAME|SESSION", type=_subject, shell_complete=completion.pools)
+@click.argument("subject", metavar="NAME|SESSION", type=_subject, shell_complete=options.complete_pools)
 @options.as_json
 @options.directory
 def story(subject: str | int, directory: Path, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cubroker.cli import completion, format, options
+from cubroker.cli import format, options
 from cubroker.client.transport.requests import expect
 from cubroker.driver import Device, Driver, DriverError
 from cubroker.driver.device_names import describe
@@ -53,7 +53,7 @@ POOL_ORDERS: dict[str, Callable[[PoolInfo], Any]] = {
 
 
 @click.command("ls")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.pools)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=options.complete_pools)
 @options.sort(POOL_ORDERS, "name")
 @options.reverse
 @options.as_json
@@ -106,7 +106,7 @@ def _nearest(patterns: Sequence[str], pools: Sequence[PoolInfo]) -> str:
 
 
 @click.command("show")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.versions)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=options.complete_versions)
 @options.as_json
 @options.directory
 def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
@@ -216,7 +216,7 @@ def _heading(
 
 
 @click.command("clients")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.pools)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=options.complete_pools)
 @options.sort(format.CLIENT_ORDERS, "session")
 @options.reverse
 @options.as_json

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import click
 
-from cubroker.cli import completion, format, options
+from cubroker.cli import format, options
 from cubroker.client import Broker
 from cubroker.client.loading.loader import Loaded, load, telling_waits
 from cubroker.client.loading.verify import verify
@@ -28,7 +28,7 @@ SHOWN = 10
 
 
 @click.command("load")
-@click.argument("name", metavar="NAME", type=options.pool_name, shell_complete=completion.pools)
+@click.argument("name", metavar="NAME", type=options.pool_name, shell_complete=options.complete_pools)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @options.copies
 @click.option(
@@ -144,7 +144,7 @@ def preload(model: str, engine: tuple[str, ...], directory: Path, as_json: bool)
 
 
 @click.command("verify")
-@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=completion.versions)
+@click.argument("reference", metavar="NAME[@VERSION]", type=options.reference, shell_complete=options.complete_versions)
 @click.argument("paths", metavar="[PATH...]", nargs=-1, type=options.PATH)
 @click.option("--digest", is_flag=True, help="Compare with the digests that it was sealed with, instead of with files.")
 @options.as_json

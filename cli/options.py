@@ -1,4 +1,4 @@
-"""What several commands share: options, arguments, the session with the broker, and the choice of devices."""
+"""What several commands share: options and arguments, how shells complete these, the session, the choice of devices."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from contextlib import contextmanager
 from functools import partial
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import click
 import msgspec
+from click.core import ParameterSource
+from click.shell_completion import BashComplete, CompletionItem, ZshComplete, add_completion_class, split_arg_string
 
-from cubroker.cli import completion, format
+from cubroker.cli import format
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
 from cubroker.protocol.paths import find_directory
-from cubroker.protocol.status import DeviceInfo
+from cubroker.protocol.status import DeviceInfo, PoolInfo
 
 if TYPE_CHECKING:
     from cubroker.client import Broker
+    from cubroker.server.config.schema import Setting
 
+T = TypeVar("T")
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 FOUND = "found directory"
@@ -36,8 +40,17 @@ REFUSED = 1
 NO_BROKER = 3
 """Exit status of a command that found no broker."""
 
+LONGEST = 86400.0
+"""The most seconds that an option of :func:`seconds` takes: a day."""
+
+COMPLETION_SECONDS = 1.0
+"""Seconds that a broker has to greet when a shell completes a word."""
+
 Plan = Annotated[dict[str, int | str], msgspec.Meta(min_length=1)]
 """The content of a plan's file: the device, by index or UUID, for tensors by name or pattern."""
+
+
+# -- values of options and arguments -------------------------------------------------------------------
 
 
 class _Typed(click.Path):
@@ -60,10 +73,6 @@ class Seconds(click.FloatRange):
         if isnan(seconds):
             self.fail(f"{value!r} is no number of seconds.", param, ctx)
         return seconds
-
-
-LONGEST = 86400.0
-"""The most seconds that an option of :func:`seconds` takes: a day."""
 
 
 def seconds(name: str, what: str, *, default: float, least: float = 0.0) -> Callable[[Decorated], Decorated]:
@@ -157,22 +166,90 @@ def plan(value: str) -> dict[str, str]:
     return {tensor: str(device) for tensor, device in found.items()}
 
 
-@contextmanager
-def reported(say: Callable[[str], None], absent: type[CubrokerError] | tuple[()] = ()) -> Iterator[None]:
-    """Report a failure by ``say`` and end with status 1, for commands that must not wait for a reader of their errors.
+# -- how shells complete values ------------------------------------------------------------------------
 
-    Args:
-        say: writes one line to standard error without blocking.
-        absent: the failure that is status 3: no broker serves.
+# A completion that fails completes nothing. If there is no broker, if the directory is another user's, or if the broker
+# does not answer in time, no lines appear on a terminal in the middle of a command.
 
-    Raises:
-        Exit: instead of a ``CubrokerError`` or ``OSError``.
-    """
+
+def complete_pools(context: click.Context, _: click.Parameter | None, incomplete: str) -> list[CompletionItem]:
+    """Return the names of pools that this user may see."""
+    return _completions(sorted({pool.name for pool in _pools(context)}), incomplete)
+
+
+def complete_versions(context: click.Context, _: click.Parameter | None, incomplete: str) -> list[CompletionItem]:
+    """Return the names of pools, and after an ``@`` their versions."""
+    names = {f"{pool.name}@{pool.version}" if "@" in incomplete else pool.name for pool in _pools(context)}
+    return _completions(sorted(names), incomplete)
+
+
+def complete_devices(context: click.Context, _: click.Parameter | None, incomplete: str) -> list[CompletionItem]:
+    """Return the indexes of the broker's devices, and their UUIDs if something has been typed already."""
+    return [
+        CompletionItem(name, help=f"{device.name}, {device.uuid}")
+        for device in _ask(context, lambda broker: broker.devices())
+        for name in (str(device.index), *[device.uuid] * bool(incomplete))
+        if name.startswith(incomplete)
+    ]
+
+
+def complete_device_list(
+    context: click.Context, parameter: click.Parameter | None, incomplete: str
+) -> list[CompletionItem]:
+    """Return lists of devices: those before the last comma, and one more."""
+    before, comma, last = incomplete.rpartition(",")
+    found = complete_devices(context, parameter, last)
+    return [
+        CompletionItem(f"{before}{comma}{item.value}", help=item.help)
+        for item in found
+        if item.value not in before.split(",")
+    ]
+
+
+def complete_settings(_: click.Context, __: click.Parameter | None, incomplete: str) -> list[CompletionItem]:
+    """Return the keys of settings, each with ``=``, and after that the values if they are words."""
+    from cubroker.server.config.schema import SETTINGS
+
+    key, equals, _value = incomplete.partition("=")
+    if not equals:
+        return _completions((f"{key}=" for key in SETTINGS), incomplete)
+    return _completions((f"{key}={value}" for value in _setting_values(SETTINGS.get(key))), incomplete)
+
+
+def _setting_values(setting: Setting | None) -> tuple[str, ...]:
+    kind = setting.kind.type if setting else None
+    if kind is bool:
+        return "false", "true"
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _pools(context: click.Context) -> Sequence[PoolInfo]:
+    return _ask(context, lambda broker: broker.pools())
+
+
+def _ask(context: click.Context, question: Callable[[Broker], Sequence[T]]) -> Sequence[T]:
+    """Return the answer of the broker that the command would use; nothing if it does not answer."""
+    from cubroker.client.broker import Broker
+
+    given = [each.params["directory"] for each in (context, context.find_root()) if _is_given(each)]
+    directory: Path | None = given[0] if given else None
     try:
-        yield
-    except (CubrokerError, OSError) as error:
-        say(format.reason(error))
-        raise click.exceptions.Exit(NO_BROKER if isinstance(error, absent) else REFUSED) from None
+        with Broker(directory, connect_timeout=COMPLETION_SECONDS) as broker:
+            return question(broker)
+    except (CubrokerError, OSError):
+        return ()
+
+
+def _is_given(context: click.Context) -> bool:
+    """Whether the command line says where the broker serves."""
+    return context.get_parameter_source("directory") is ParameterSource.COMMANDLINE
+
+
+def _completions(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+# -- options of most commands --------------------------------------------------------------------------
 
 
 def _chosen(context: click.Context, _: click.Parameter, value: Path | None) -> Path:
@@ -211,14 +288,14 @@ directory = _directory(callback=_chosen, help=_SERVED)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-# -- of commands that publish --------------------------------------------------------------------------
+# -- options of commands that publish ------------------------------------------------------------------
 
 copies = click.option(
     "--device",
     "chosen",
     metavar="0,1",
     type=device_list,
-    shell_complete=completion.device_list,
+    shell_complete=complete_device_list,
     help="Devices that get a copy each: indexes, cuda:0, or UUIDs as `cubroker devices` shows them.  [default: 0]",
 )
 
@@ -272,7 +349,7 @@ def wait_of(given: float | None, owners: Sequence[str], *, if_absent: bool) -> f
     return given if given is not None else MAX_WAIT if if_absent else 0.0
 
 
-# -- of commands that list -----------------------------------------------------------------------------
+# -- options of commands that list ---------------------------------------------------------------------
 
 reverse = click.option("--reverse", "-r", is_flag=True, help="Sort the other way round.")
 
@@ -281,6 +358,9 @@ def sort(orders: Iterable[str], default: str) -> Callable[[Decorated], Decorated
     """Add ``--sort``, one of ``orders``."""
     what = "By what to sort; of sizes and counts the largest comes first."
     return click.option("--sort", type=click.Choice([*orders]), default=default, show_default=True, help=what)
+
+
+# -- the session with the broker -----------------------------------------------------------------------
 
 
 def connect(directory: Path) -> Broker:
@@ -327,6 +407,27 @@ def hinting_at_timeout() -> Iterator[None]:
         raise Silent(f"{error.message}; cubroker --timeout SECONDS waits longer") from None
 
 
+@contextmanager
+def reported(say: Callable[[str], None], absent: type[CubrokerError] | tuple[()] = ()) -> Iterator[None]:
+    """Report a failure by ``say`` and end with status 1, for commands that must not wait for a reader of their errors.
+
+    Args:
+        say: writes one line to standard error without blocking.
+        absent: the failure that is status 3: no broker serves.
+
+    Raises:
+        Exit: instead of a ``CubrokerError`` or ``OSError``.
+    """
+    try:
+        yield
+    except (CubrokerError, OSError) as error:
+        say(format.reason(error))
+        raise click.exceptions.Exit(NO_BROKER if isinstance(error, absent) else REFUSED) from None
+
+
+# -- the devices that are named ------------------------------------------------------------------------
+
+
 def find_devices(chosen: Sequence[str], devices: Sequence[DeviceInfo]) -> list[str]:
     """Return the UUIDs of the broker's devices of these names.
 
@@ -352,3 +453,63 @@ def find_device(choice: str, devices: Sequence[DeviceInfo]) -> str:
         return find(choice, devices, "the broker has").uuid
     except UnknownDevice as error:
         raise NotFound(str(error)) from None
+
+
+# -- completion in bash and zsh -------------------------------------------------------------------------
+
+# Readline breaks words at @, = and : too. cubroker completes the whole word, and readline gets the part of each
+# completion that replaces readline's own word, $2. If $2 is a lone = or :, the completion follows it instead; a lone @
+# is replaced. For --OPTION=VALUE cubroker returns the value.
+_BASH = """\
+%(complete_func)s() {
+    local line=${COMP_LINE:0:COMP_POINT}
+    local word=${line##*[[:space:]]}
+    local head=$word option='' type value
+
+    [[ $2 == [=:] ]] || head=${word%%"$2"}
+    [[ $word == -*=* ]] && option=${word%%%%=*}=
+    COMPREPLY=()
+    while IFS=',' read -r type value; do
+        case $type in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain)
+                value=$option$value
+                COMPREPLY+=("${value#"$head"}")
+                [[ $value == *= ]] && compopt -o nospace
+                ;;
+        esac
+    done <<< "$(env COMP_LINE="$line" %(complete_var)s=bash_complete "$1")"
+
+    return 0
+}
+
+%(complete_func)s_setup() {
+    complete -o nosort -F %(complete_func)s %(prog_name)s
+}
+
+%(complete_func)s_setup;
+"""
+
+
+@add_completion_class
+class Zsh(ZshComplete):
+    """Completion for zsh, from a file on ``$fpath``, which zsh runs each time; click's works only the first time."""
+
+    source_template = ZshComplete.source_template.replace(
+        "$zsh_eval_context[-1] == loadautofunc", '"$funcstack[1]" == _%(prog_name)s'
+    )
+
+
+@add_completion_class
+class Bash(BashComplete):
+    """Completion for bash, of a line whose words the shell does not break at ``@`` and ``=``."""
+
+    source_template = _BASH
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """Return the words between the command's name and the word at the cursor, and that word, which may be empty."""
+        if (line := os.environ.get("COMP_LINE")) is None:  # an earlier release's function called, which breaks words
+            return super().get_completion_args()
+        words = split_arg_string(f"{line}.")  # so that there is a word after a blank
+        return words[1:-1], words[-1][:-1]

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cubroker.cli import completion, format, options
+from cubroker.cli import format, options
 from cubroker.protocol.errors import DeviceFailure, Invalid
 from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
 from cubroker.server.config.schema import DEFAULT_BUDGET, SETTINGS, find, get, nearest
@@ -52,7 +52,7 @@ OPTIONS = (
         "assigned",
         multiple=True,
         type=_assignment,
-        shell_complete=completion.settings,
+        shell_complete=options.complete_settings,
         metavar="KEY=VALUE",
         help="Any setting, as in --set quota.memory=40GiB; may be given several times.",
     ),

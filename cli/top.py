@@ -24,7 +24,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from cubroker.cli import completion, format, options
+from cubroker.cli import format, options
 from cubroker.cli.frame import (
     BACKSPACE,
     DOWN,
@@ -92,7 +92,7 @@ SPLIT = 0.05
     "--device",
     metavar="DEVICE",
     type=options.device,
-    shell_complete=completion.devices,
+    shell_complete=options.complete_devices,
     help="Only what is on this device.",
 )
 @options.as_json
