@@ -44,7 +44,7 @@ CLIENT = (
     "numpy",
 )
 CLI = (
-    *("cubroker.cli.main", "cubroker.cli.control", "cubroker.cli.list", "cubroker.cli.load", "cubroker.cli.top"),
+    *("cubroker.cli.main", "cubroker.cli.broker", "cubroker.cli.load", "cubroker.cli.top"),
     *("cubroker.cli.serve", "cubroker.cli.keep", "cubroker.cli.doctor.command"),
     *("cubroker.cli.demo", "cubroker.client.broker", "cubroker.server.__main__", "cubroker.driver.host.bindings"),
 )

@@ -256,7 +256,7 @@ def test_a_keeper_loads_no_device_no_event_loop_and_no_broker() -> None:
 
 
 def test_a_probe_loads_no_device_no_transport_and_no_arrays() -> None:
-    loaded = loaded_by("cubroker.cli.main", "cubroker.cli.control")
+    loaded = loaded_by("cubroker.cli.main", "cubroker.cli.broker")
     assert "cubroker.client.transport.handshake" in loaded
     assert not under(loaded, "zmq", "cuda", "cubroker.driver", "asyncio", "numpy", "rich")
 

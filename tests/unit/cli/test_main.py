@@ -142,7 +142,7 @@ def test_no_broker_there_is_status_3(arguments: str, tmp_path: Path, capsys: pyt
 
 def test_a_path_that_this_user_may_not_read_is_no_wrong_usage() -> None:
     program = (
-        "import os, sys; from cubroker.cli import list, load, main\n"
+        "import os, sys; from cubroker.cli import broker, load, main\n"
         "if not os.getuid(): os.setuid(65534)\n"
         "sys.exit(main.run(sys.argv[1:]))"
     )
