@@ -22,12 +22,15 @@ import msgspec
 from cubroker.cli import format, options
 from cubroker.cli.load import progress
 from cubroker.client.transport.handshake import NotServing
-from cubroker.integrations.cluster import exporter, identity
+from cubroker.integrations.cluster import exporter
 from cubroker.integrations.cluster.connection import (
+    FOLDER,
     PEERS_FILE,
     PeerAddress,
     PeerAnswer,
     ask_peers,
+    check_host,
+    find_folder,
     known_peers,
     parse,
     resolve,
@@ -71,7 +74,7 @@ def _hosts(value: str) -> tuple[str, ...]:
 
 def _certified(value: str) -> str:
     with options.usage():
-        identity.check_host(value)
+        check_host(value)
     return value
 
 
@@ -79,7 +82,7 @@ certificates_folder = click.option(
     "--certificates",
     type=options.PATH,
     metavar="DIR",
-    help=f"The folder with ca.pem, cert.pem and key.pem.  [default: $CUBROKER_CERTIFICATES, else {identity.FOLDER}]",
+    help=f"The folder with ca.pem, cert.pem and key.pem.  [default: $CUBROKER_CERTIFICATES, else {FOLDER}]",
 )
 from_hosts = click.option(
     "--from",
@@ -136,7 +139,7 @@ def export(
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}"), NotServing):
         meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
-        service = exporter.Exporter(directory, identity.find_folder(certificates), rules, meter, options.connector())
+        service = exporter.Exporter(directory, find_folder(certificates), rules, meter, options.connector())
         with logs.to_standard_output() as say:
             asyncio.run(_serve(service, listen, say))
 
@@ -320,7 +323,7 @@ def show_peers(
 
     NAME is a pool's, or a pattern such as 'qwen*'. The status is 1 if a host does not answer.
     """
-    answers = ask_peers(resolve(known_peers(hosts or ())), identity.find_folder(certificates))
+    answers = ask_peers(resolve(known_peers(hosts or ())), find_folder(certificates))
     answers = [_matching(answer, patterns) for answer in answers] if patterns else answers
     if as_json:
         format.document([_plain(answer) for answer in answers])

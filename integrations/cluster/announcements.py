@@ -33,9 +33,8 @@ from typing import TYPE_CHECKING
 
 from cubroker.client import Broker, digests
 from cubroker.client.transport.handshake import CREDENTIALS
-from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.connection import readable
-from cubroker.integrations.cluster.identity import Account
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.connection import BOOT, Account, can_read, host_id, readable
 from cubroker.integrations.cluster.messages import MAX_ANNOUNCE, NEWS, Announce, Available, DraftContent, Going
 from cubroker.integrations.cluster.striping import Runs, piece_size
 from cubroker.protocol.errors import (
@@ -90,9 +89,9 @@ def name_of(directory: Path) -> bytes:
     Raises:
         FileNotFoundError: the broker's directory, or the id of the host's boot, cannot be read.
     """
-    host = identity.host(directory)
+    host = host_id(directory)
     if not host:
-        raise FileNotFoundError(errno.ENOENT, f"{directory} or {identity.BOOT} cannot be read")
+        raise FileNotFoundError(errno.ENOENT, f"{directory} or {BOOT} cannot be read")
     return b"\0cubroker-export-" + host.hex().encode()
 
 
@@ -157,10 +156,10 @@ class DraftAnnouncement:
             connection.connect(name_of(self._broker.directory))
             account = account_of(connection)
             info, *_ = self._broker.describe(self._name, self._version)
-            if account.uid != self._broker.uid and not identity.can_read(account, info, self._mode):
+            if account.uid != self._broker.uid and not can_read(account, info, self._mode):
                 raise Denied(f"the exporter of this host runs as {account.name}, who may not read it")
             said = self._have()
-            host = identity.host(self._broker.directory)
+            host = host_id(self._broker.directory)
             self._ask(connection, Announce(host, self._name, self._version, self._mode))
             content = DraftContent(digests.DEFINITION, self._sums, self._piece, messages.to_runs(said))
             self._ask(connection, content)
@@ -362,7 +361,7 @@ class Announcements:
     def _check(self, account: Account, announced: Announce) -> tuple[PoolInfo, Layout]:
         """Return the broker's description of a draft; raises ``CubrokerError`` if this user may not announce it."""
         broker = self._live()
-        if announced.host != identity.host(broker.directory):
+        if announced.host != host_id(broker.directory):
             raise Invalid("it is a draft of another broker")
         if not broker.lends_drafts:
             raise Unsupported("the broker is too old to lend drafts to readers; upgrade it")

@@ -1,4 +1,4 @@
-"""Certificates of a cluster (:mod:`~cubroker.integrations.cluster.identity`): made, revoked and read.
+"""Certificates of a cluster (:mod:`~cubroker.integrations.cluster.connection`): made, revoked and read.
 
 Keys that are made here are of the curve P-256. An authority's key signs and does nothing else; keep its folder on a
 host that neither exports nor fetches.
@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from cubroker.integrations.cluster.identity import CA, CERTIFICATE, KEY, REVOKED, address, check_host
+from cubroker.integrations.cluster.connection import CA, CERTIFICATE, KEY, REVOKED, check_host, parse_ip
 from cubroker.protocol.errors import Denied, Exists, Invalid, NotFound, Unsupported, reason
 
 LOCK = "crl.lock"
@@ -282,7 +282,7 @@ def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
 
 def _reached(host: str) -> Any:
     check_host(host)
-    found = address(host)
+    found = parse_ip(host)
     return x509.DNSName(host) if found is None else x509.IPAddress(found)
 
 

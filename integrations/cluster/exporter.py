@@ -36,9 +36,17 @@ import msgspec
 from cubroker.client import Broker, digests
 from cubroker.client.notices import Watch as News
 from cubroker.client.transport.requests import run_in_loop
-from cubroker.integrations.cluster import identity, messages
+from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.announcements import PUBLISHED, AnnouncedDraft, Announcements
-from cubroker.integrations.cluster.identity import Account
+from cubroker.integrations.cluster.connection import (
+    Account,
+    can_read,
+    check_serving,
+    find_account,
+    host_id,
+    named_user,
+    serving_context,
+)
 from cubroker.integrations.cluster.messages import (
     PARTS,
     Available,
@@ -192,7 +200,7 @@ class Exporter:
         connect: opens the session, in a thread of its own.
 
     Raises:
-        CubrokerError: as :func:`~cubroker.integrations.cluster.identity.serving_context` and ``check_serving`` say.
+        CubrokerError: as :func:`~cubroker.integrations.cluster.connection.serving_context` and ``check_serving`` say.
     """
 
     def __init__(
@@ -208,8 +216,8 @@ class Exporter:
         self._certificates = certificates
         self._rules = rules or Rules()
         self._meter: Meter = meter or Meter()
-        self._context = identity.serving_context(certificates)
-        identity.check_serving(self._context, certificates)
+        self._context = serving_context(certificates)
+        check_serving(self._context, certificates)
         self._broker: Broker | None = None
         self._peers: set[_Peer] = set()
         #: The peers that read, by slot.
@@ -266,11 +274,11 @@ class Exporter:
         If hosts refuse them, a line in the log says so; peers that were revoked are kept out all the same.
 
         Raises:
-            CubrokerError: as :func:`~cubroker.integrations.cluster.identity.serving_context`; nothing has changed then.
+            CubrokerError: as :func:`~.connection.serving_context`; nothing has changed then.
         """
-        self._context = identity.serving_context(self._certificates)  # a new one: it has no authority that is gone
+        self._context = serving_context(self._certificates)  # a new one: it has no authority that is gone
         try:
-            identity.check_serving(self._context, self._certificates)
+            check_serving(self._context, self._certificates)
         except Invalid as error:
             log.error(error.message)
 
@@ -346,13 +354,13 @@ class Exporter:
             raise Invalid("it did not begin with a hello")
         certificate = peer.writer.get_extra_info("peercert") or {}
         try:
-            peer.account = await asyncio.to_thread(identity.account, identity.named_user(certificate))
+            peer.account = await asyncio.to_thread(find_account, named_user(certificate))
         except CubrokerError as error:
             await self._refuse(peer, error)
             return
         peer.version = min(hello.version, messages.VERSION)
         assert self._broker is not None
-        await self._say(peer, PeerWelcome(peer.version, peer.account.name, identity.host(self._broker.directory)))
+        await self._say(peer, PeerWelcome(peer.version, peer.account.name, host_id(self._broker.directory)))
         while True:
             request = await self._hear(peer)
             try:
@@ -443,7 +451,7 @@ class Exporter:
     def _offered(self, account: Account, pool: PoolInfo) -> bool:
         draft = self._announcements.find(pool.name, pool.version)
         coming = draft.mode if draft else None
-        return self._named(pool.name) and not pool.writable and identity.can_read(account, pool, coming)
+        return self._named(pool.name) and not pool.writable and can_read(account, pool, coming)
 
     def _named(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._rules.pools)

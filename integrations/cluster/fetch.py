@@ -20,8 +20,16 @@ from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.handshake import Silent
 from cubroker.client.transport.requests import seconds, version_number
-from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, PeerConnection, resolve
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.connection import (
+    OwnHost,
+    PeerAddress,
+    PeerConnection,
+    asking_context,
+    find_folder,
+    host_id,
+    resolve,
+)
 from cubroker.integrations.cluster.messages import PATIENCE, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.striping import WIDTH
 from cubroker.integrations.cluster.transfer_engine import engine_command
@@ -190,7 +198,7 @@ def _versions(address: PeerAddress, order: Order, *, last: bool) -> Iterator[int
         NotFound: the host has no current version. If the host is the ``last`` one, wait for a version instead.
         OwnHost: it is this host itself.
     """
-    name, own = order.name, identity.host(Path(order.directory) if order.directory else find_directory())
+    name, own = order.name, host_id(Path(order.directory) if order.directory else find_directory())
     with PeerConnection(address, Path(order.certificates), own) as connection:
         current, seen = connection.ask(messages.WatchPool(name), messages.CurrentVersion), 0
         while last or current.version:
@@ -217,7 +225,7 @@ def _ordered(
     order = Order(
         name=name,
         peers=_listed("sources", sources),
-        certificates=os.fspath(identity.find_folder(certificates)),
+        certificates=os.fspath(find_folder(certificates)),
         directory=None if directory is None else os.fspath(absolute(directory)),
         devices=_devices(devices),
         **terms,
@@ -234,7 +242,7 @@ def _ordered(
     for what, limit in (("patience", order.patience), ("connect_timeout", order.connect_timeout)):
         if limit is not None and not 0 < limit <= MAX_WAIT:
             raise Invalid(f"{what} is {limit:g} s; it has to be more than 0, up to {MAX_WAIT:g}")
-    identity.asking_context(Path(order.certificates))  # to raise once if it is unusable, not for each source
+    asking_context(Path(order.certificates))  # to raise once if it is unusable, not for each source
     return order
 
 

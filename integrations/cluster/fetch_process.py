@@ -33,8 +33,9 @@ from cubroker.client.devices import find
 from cubroker.client.loading import loader
 from cubroker.client.loading.read_plan import copy_between_devices, hold_all, target_of
 from cubroker.client.transport.handshake import Silent
-from cubroker.integrations.cluster import identity, transfer_engine
+from cubroker.integrations.cluster import transfer_engine
 from cubroker.integrations.cluster.announcements import DraftAnnouncement
+from cubroker.integrations.cluster.connection import host_id
 from cubroker.integrations.cluster.messages import ExportedVersion, Fetched, Order, StatusLine
 from cubroker.integrations.cluster.source_choice import SourceChoice
 from cubroker.integrations.cluster.source_thread import (
@@ -77,7 +78,7 @@ class Fetch:
         with ExitStack() as undo:
             broker = undo.enter_context(Broker(order.directory, connect_timeout=order.connect_timeout))
             undo.enter_context(loader.telling_waits(broker, self._tell))
-            self._sources.own = identity.host(broker.directory)
+            self._sources.own = host_id(broker.directory)
             order = msgspec.structs.replace(order, devices=_uuids(broker, order))
             if order.if_absent:  # callers that wait for the lock hold nothing at the sources
                 undo.enter_context(broker.lock(order.name, timeout=order.wait))

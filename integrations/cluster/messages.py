@@ -128,7 +128,7 @@ class PeerWelcome(PeerMessage, frozen=True):
     version: Positive
     #: The user of this host whose permissions the peer has.
     user: Name
-    #: The id of the broker that it exports from (:func:`cubroker.integrations.cluster.identity.host`); empty: unknown.
+    #: The id of the broker that it exports from (:func:`.connection.host_id`); empty: unknown.
     host: Annotated[bytes, Meta(max_length=16)] = b""
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster.identity import CA, CERTIFICATE, KEY
+from cubroker.integrations.cluster.connection import CA, CERTIFICATE, KEY
 from cubroker.integrations.cluster.messages import PORT
 from tests import checkpoints
 from tests.brokers import PATIENCE, BrokerProcess

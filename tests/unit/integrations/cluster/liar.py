@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from cubroker.integrations.cluster import identity, messages
-from cubroker.integrations.cluster.connection import PeerAddress
+from cubroker.integrations.cluster import messages
+from cubroker.integrations.cluster.connection import PeerAddress, serving_context
 from cubroker.integrations.cluster.messages import Going, Offer, Offers, PeerWelcome, Request
 from tests.unit.integrations.cluster.hosts import HOST
 
@@ -31,7 +31,7 @@ class Liar:
         self.answers = HONEST | dict(answers)
         self.heard: list[Request] = []
         self._pause = pause
-        self._context = identity.serving_context(folder)
+        self._context = serving_context(folder)
         self._server = socket.create_server((HOST, 0))
         self._peers: list[ssl.SSLSocket] = []
         self._threads: list[Thread] = []

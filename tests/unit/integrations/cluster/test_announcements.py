@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 from cubroker.client import Broker, Draft, digests
-from cubroker.integrations.cluster import announcements, exporter, identity, messages
+from cubroker.integrations.cluster import announcements, exporter, messages
 from cubroker.integrations.cluster.announcements import Announcements, DraftAnnouncement
-from cubroker.integrations.cluster.connection import HungUp, OwnHost, PeerConnection
+from cubroker.integrations.cluster.connection import HungUp, OwnHost, PeerConnection, find_account, host_id
 from cubroker.integrations.cluster.messages import (
     Announce,
     Available,
@@ -250,7 +250,7 @@ def test_a_draft_that_is_not_among_the_pools_is_not_offered(
 def test_a_fetch_tells_nobody_who_may_not_read_it(
     serving: Serving, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = identity.account(nobody())
+    stranger = find_account(nobody())
     monkeypatch.setattr(announcements, "account_of", lambda _: stranger)
     with fetching(directory, name, 0o600):
         eventually(lambda: "while it is being fetched: the exporter of this host runs as" in caplog.text, "it")
@@ -263,7 +263,7 @@ def test_an_announcement_of_another_user_s_draft_is_refused(
 ) -> None:
     with Broker(directory) as broker, broker.create(name, LAYOUT, mode=0o666) as draft:
         with monkeypatch.context() as patch:
-            stranger = identity.account(nobody())
+            stranger = find_account(nobody())
             patch.setattr(announcements, "account_of", lambda _: stranger)
             with pytest.raises(Denied, match=f"{name}@1 is another user's"):
                 told(directory, announcement(directory, name, draft.version)[0])
@@ -272,7 +272,7 @@ def test_an_announcement_of_another_user_s_draft_is_refused(
 
 def announcement(directory: Path, name: str, version: int) -> tuple[Announce, DraftContent]:
     """What a fetch says at first of a draft."""
-    return Announce(identity.host(directory), name, version), DraftContent(digests.DEFINITION, SUMS, UNIT, b"")
+    return Announce(host_id(directory), name, version), DraftContent(digests.DEFINITION, SUMS, UNIT, b"")
 
 
 @contextmanager
@@ -300,7 +300,7 @@ replace = msgspec.structs.replace
 
 LIES: dict[str, Callable[[Announce, DraftContent], Sequence[messages.Local]]] = {
     "no announcement": lambda *_: [Available(b"")],
-    "another broker": lambda first, _: [replace(first, host=identity.host(Path("/")))],
+    "another broker": lambda first, _: [replace(first, host=host_id(Path("/")))],
     "no such version": lambda first, _: [replace(first, version=first.version + 1)],
     "a long name": lambda first, _: [replace(first, host=bytes(messages.MAX_ANNOUNCE))],
     "no content": lambda first, _: [first, Available(b"")],
@@ -465,11 +465,11 @@ def test_the_second_exporter_of_a_broker_offers_what_is_published(
 
 
 def test_a_host_knows_itself(serving: Serving, directory: Path, certificates: Certificates, tmp_path: Path) -> None:
-    own = identity.host(directory)
+    own = host_id(directory)
     with pytest.raises(OwnHost, match="is this host itself"):
         PeerConnection(serving.address, certificates.host, own)
-    PeerConnection(serving.address, certificates.host, identity.host(tmp_path)).close()
-    assert identity.host(tmp_path / "none") == b""
+    PeerConnection(serving.address, certificates.host, host_id(tmp_path)).close()
+    assert host_id(tmp_path / "none") == b""
 
 
 @pytest.mark.slow

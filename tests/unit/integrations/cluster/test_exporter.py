@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster import exporter, identity, messages
-from cubroker.integrations.cluster.connection import HungUp, PeerAddress, PeerConnection
+from cubroker.integrations.cluster import exporter, messages
+from cubroker.integrations.cluster.connection import HungUp, PeerAddress, PeerConnection, find_folder
 from cubroker.integrations.cluster.messages import (
     CurrentVersion,
     ExportedVersion,
@@ -931,4 +931,4 @@ def _serve_at(directory: Path, folder: Path, port: int) -> None:
 def test_it_needs_its_certificate(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"there is no .*ca\.pem"):
         exporter.Exporter(directory, tmp_path)
-    assert identity.find_folder(tmp_path) == tmp_path
+    assert find_folder(tmp_path) == tmp_path

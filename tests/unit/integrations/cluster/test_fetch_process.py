@@ -17,7 +17,8 @@ from cubroker.client import Broker, digests
 from cubroker.client.loading import loader
 from cubroker.client.pool import Replica
 from cubroker.client.transport import handshake
-from cubroker.integrations.cluster import connection, fetch_process, identity, messages, source_choice, source_thread
+from cubroker.integrations.cluster import connection, fetch_process, messages, source_choice, source_thread
+from cubroker.integrations.cluster.connection import host_id
 from cubroker.integrations.cluster.fetch_process import Fetch
 from cubroker.integrations.cluster.messages import (
     Available,
@@ -705,7 +706,7 @@ def test_a_host_that_has_another_version_is_not_opened(hosts: Hosts) -> None:
 
 
 def test_this_host_itself_is_left_out(hosts: Hosts, directory: Path) -> None:
-    own = hosts.host(version(seed=9), PeerHello=PeerWelcome(2, "root", identity.host(directory)))
+    own = hosts.host(version(seed=9), PeerHello=PeerWelcome(2, "root", host_id(directory)))
     with pytest.raises(Invalid, match=f"cannot be fetched: {own.address} is this host itself; name others"):
         hosts.fetch(wait=60.0)
     honest = hosts.host(version())
