@@ -146,12 +146,11 @@ def parse_budget(text: str, total: int, device: str = "the device") -> int:
     ``device`` names the device in an error.
 
     Raises:
-        Invalid: ``text`` is neither a size nor a share; the share is 0, the size less than an allocation takes, or
-            either more than ``total``.
+        Invalid: ``text`` is neither a size nor a share, or is less than an allocation takes or more than ``total``.
     """
     match = _SHARE.fullmatch(text.strip())
     budget = int(total * float(match[1]) / 100) if match else parse_bytes(text)
-    if not (1 if match else GRANULARITY) <= budget <= total:  # a size below lends nothing, as 90 in place of 90%
+    if not GRANULARITY <= budget <= total:  # a smaller one lends nothing, as 90 in place of 90%
         most = f"{device} has {total}; write {GRANULARITY} to {total} bytes"
         raise Invalid(f"a budget of {text} is {budget} bytes, and {most}")
     return budget

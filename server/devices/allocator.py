@@ -426,7 +426,7 @@ def device_budgets(devices: Sequence[Device], budgets: Budgets) -> list[Budget]:
     """Return the budget of every device, by the configuration's rules.
 
     Raises:
-        Invalid: a budget names a device that is not served, or exceeds its device.
+        Invalid: a budget names a device that is not served, or does not fit its device.
     """
     rules = budgets if isinstance(budgets, Mapping) else {OTHERS: budgets}
     named: dict[Device, str] = {}

@@ -57,11 +57,14 @@ def test_a_broker_that_cannot_start_ends_wherever_its_words_go(directory: Path, 
         assert broker.wait(DEADLINE) == 1
 
 
-def test_a_budget_beyond_the_device_is_refused(directory: Path) -> None:
-    done = run("serve", "--devices", "host:1@64MiB", "--budget", "1GiB", "--directory", directory)
+@pytest.mark.parametrize(("budget", "nbytes"), [("1GiB", 1 << 30), ("0.00001%", 6)])
+def test_a_budget_beyond_the_device_or_too_small_to_lend_anything_is_refused(
+    directory: Path, budget: str, nbytes: int
+) -> None:
+    done = run("serve", "--devices", "host:1@64MiB", "--budget", budget, "--directory", directory)
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "a budget of 1GiB is 1073741824 bytes, and device 0 (cubroker host device 0) has 67108864; "
+        f"a budget of {budget} is {nbytes} bytes, and device 0 (cubroker host device 0) has 67108864; "
         "write 2097152 to 67108864 bytes\n"
     )
 

@@ -107,14 +107,14 @@ def test_anything_else_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "budget"), [("90%", 9_000_000), ("12.5 %", 1_250_000), ("100%", 10_000_000), ("5000000", 5_000_000)]
+    ("text", "budget"), [("90%", 9_000_000), ("22.5 %", 2_250_000), ("100%", 10_000_000), ("5000000", 5_000_000)]
 )
 def test_a_budget_is_a_size_or_a_share(text: str, budget: int) -> None:
     assert parse_budget(text, 10_000_000) == budget
 
 
-@pytest.mark.parametrize("text", ["0", "0%", "101%", "10000001", "1GiB", "90", "2097151"])
-def test_a_budget_lies_within_its_device_and_a_size_holds_an_allocation(text: str) -> None:
+@pytest.mark.parametrize("text", ["0", "0%", "0.00001%", "20%", "101%", "10000001", "1GiB", "90", "2097151"])
+def test_a_budget_lies_within_its_device_and_holds_an_allocation(text: str) -> None:
     with pytest.raises(Invalid, match="the device has 10000000; write 2097152 to 10000000 bytes"):
         parse_budget(text, 10_000_000)
 
