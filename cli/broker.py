@@ -24,7 +24,7 @@ from cubroker.client.transport import handshake
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, NotFound, Retired, TimedOut, Unavailable
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.layout import Layout, TensorIndex, TensorSpec
-from cubroker.protocol.messages import VMM, Describe, Description, DigestList
+from cubroker.protocol.messages import ENDING, VMM, Describe, Description, DigestList
 from cubroker.protocol.status import ClientInfo, DeviceInfo, PoolInfo, SharingInfo
 
 if TYPE_CHECKING:
@@ -481,7 +481,8 @@ def drain(directory: Path, wait: float | None, off: bool) -> None:
         if where := options.where():  # before the wait, which may be long
             format.note(f"the broker{where} lends nothing new")
         _wait_until_free(broker, inf if wait is None else wait)
-    format.say("Nothing is held any more. The broker lends nothing until: cubroker drain --off")
+        until = _until(broker)
+    format.say(f"Nothing is held any more. The broker lends nothing {until}")
 
 
 def _wait_until_free(broker: Broker, seconds: float) -> None:
@@ -501,12 +502,21 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             who = format.count(len(told), "client")
-            reason = f"{who} still held something after {seconds:g} s; the broker still lends nothing new, until:"
-            raise TimedOut(f"{reason} cubroker drain --off")
+            reason = f"{who} still held something after {seconds:g} s; the broker still lends nothing new,"
+            raise TimedOut(f"{reason} {_until(broker)}")
         broker.wait_draining(min(LOOK, left), over=bool(broker.draining))
         # The notice of draining may still be on its way, or draining ended before this process read it: ask.
         if not broker.draining and _lends(broker.directory):
             raise CubrokerError("another process has had the broker lend again, so there is nothing to wait for")
+
+
+def _until(broker: Broker) -> str:
+    """Say until when a broker that drains lends nothing: `drain --off` is refused by one that was told to end."""
+    broker.wait_draining(LOOK)  # the notice may still be on its way
+    again = "until: cubroker drain --off"
+    if broker.draining == ENDING:
+        return f"until it is started again, as {ENDING}; if its store stays, {again}"
+    return again
 
 
 def _lends(directory: Path) -> bool:

@@ -161,6 +161,9 @@ class Farewell(Message, frozen=True):
     reason: str
 
 
+ENDING = "it was told to end"  #: The reason in :class:`Draining` of a broker that will not grant leases again.
+
+
 class Draining(Message, frozen=True):
     """The broker grants no new leases, and the receiver should close its leases."""
 

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from cubroker.protocol.errors import OverQuota
+from cubroker.protocol.messages import ENDING
 from cubroker.protocol.status import MAX_SHARERS
 from cubroker.server.ledger.policy import Limits
 from cubroker.server.ledger.records import (
@@ -50,7 +51,6 @@ NEAR_POOLS = 1000  #: Pools that are searched for such names, whether or not the
 SURVEY = 1000  #: Sessions or tickets of one user that are searched for the largest.
 
 BY_HAND = "its operator wants everything to be given back"
-ENDING = "it was told to end"
 """Why a broker grants no leases."""
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cubroker.protocol.errors import Denied, OverQuota, Unavailable
-from cubroker.protocol.messages import Done, Drain, Draining, PoolLost
+from cubroker.protocol.messages import ENDING, Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, memory, publish
 from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
 from cubroker.server.ledger.policy import admin_reserve, exceeds
@@ -143,7 +143,7 @@ def drain(tables: Tables, session: Session, body: Drain) -> Done:
             )
         raise Denied(f"user {uid} may not drain the broker; {advice}")
     if tables.shutdown_leases is not None and not body.on:
-        raise Unavailable(f"the broker lends nothing new: {error_text.ENDING}; wait until it was started again")
+        raise Unavailable(f"the broker lends nothing new: {ENDING}; wait until it was started again")
     before, tables.drained = error_text.drain_reason(tables), body.on
     _refuse_waiters(tables)
     if (now := error_text.drain_reason(tables)) != before:
@@ -160,7 +160,7 @@ def start_shutdown(tables: Tables, event: events.ShutdownStarted) -> None:
     tables.shutdown_leases = ending
     _refuse_waiters(tables)
     holders = dict.fromkeys(lease.session for lease in ending.values())
-    _notify(tables, holders if tables.outlives_broker else tables.sessions.values(), error_text.ENDING)
+    _notify(tables, holders if tables.outlives_broker else tables.sessions.values(), ENDING)
     if not ending:
         tables.effects.append(events.ShutdownReady())
 

@@ -11,7 +11,8 @@ import pytest
 from cubroker.client import Broker, Pool
 from cubroker.protocol import Layout
 from cubroker.server.transport.unix_sockets import read_process
-from tests.brokers import PATIENCE, BrokerProcess, eventually
+from tests.brokers import PATIENCE, BrokerProcess, Patient, eventually
+from tests.brokers import started as serving
 from tests.unit.cli.processes import run, started
 
 LAYOUT = Layout.pack([("x", "F32", (8,))])
@@ -70,6 +71,21 @@ def test_it_gives_up_when_its_time_is_up_and_the_broker_goes_on_draining_until_t
     assert (result.returncode, result.stdout) == (0, "The broker lends again.\n")
     assert client.wait_draining(PATIENCE, over=True)
     client.attach("llama").close()
+
+
+def test_a_broker_that_was_told_to_end_is_not_said_to_lend_again_before_it_is_started_again() -> None:
+    with serving(Patient) as broker, Broker(broker.directory) as client:
+        with client.create("llama", LAYOUT) as draft:
+            draft.seal()
+        with client.attach("llama"):
+            broker.process.send_signal(signal.SIGTERM)
+            assert client.wait_draining(PATIENCE)
+            result = run("drain", "--wait", "0", "--directory", broker.directory)
+        assert result.returncode == 1
+        assert result.stderr == (
+            "cubroker: 1 client still held something after 0 s; the broker still lends nothing new, until it is started"
+            " again, as it was told to end; if its store stays, until: cubroker drain --off\n"
+        )
 
 
 def test_it_ends_when_somebody_else_takes_it_back(shared: BrokerProcess, client: Broker, pools: list[Pool]) -> None:
