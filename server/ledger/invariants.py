@@ -11,7 +11,7 @@ from functools import partial
 from cubroker.protocol.messages import BY_DESCRIPTOR, MULTICAST
 from cubroker.server.ledger import memory
 from cubroker.server.ledger.ipc_events import MAX_ENDED_REASONS
-from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, PUBLISHED, is_kept, opened_by, reads_draft
+from cubroker.server.ledger.leases import FABRIC, OUT_OF_SERVICE, PUBLISHED, kept, opened_by, reads_draft
 from cubroker.server.ledger.policy import Limits, Quota
 from cubroker.server.ledger.publish import digests_fit
 from cubroker.server.ledger.records import (
@@ -77,8 +77,10 @@ def _parts(tables: Tables) -> Iterator[Part]:
     leases = Counter(lease.version for session in tables.sessions.values() for lease in session.leases.values())
     for name, pool in tables.pools.items():
         yield f"pool {name}", partial(_check_pool, tables, pool, name)
+        stay = kept(tables, pool)
         for version in pool.versions.values():
-            yield f"version {version.label}", partial(_check_version, tables, version, leases.pop(version, 0))
+            check = partial(_check_version, tables, version, leases.pop(version, 0), stays=version in stay)
+            yield f"version {version.label}", check
     yield "leases", partial(_check_leases, tables, leases)
     yield "memory", partial(_check_memory, tables)
     yield "multicast groups", partial(_check_groups, tables)
@@ -347,7 +349,7 @@ def _check_pool(tables: Tables, pool: Pool, name: str) -> None:
     assert all(tables.sessions[session.id] is session for session in pool.watchers)
 
 
-def _check_version(tables: Tables, version: Version, leases: int) -> None:
+def _check_version(tables: Tables, version: Version, leases: int, *, stays: bool) -> None:
     pool, state = version.pool, version.state
     assert not version.durable or (version.share in BY_DESCRIPTOR and tables.store is not None)
     assert state is not VersionState.LOST or version.why
@@ -358,8 +360,8 @@ def _check_version(tables: Tables, version: Version, leases: int) -> None:
     assert pool.versions[version.number] is version
     assert tables.users[version.user.uid] is version.user
     assert version.leases == leases
-    kept = is_kept(tables, version) or (state in OUT_OF_SERVICE and not tables.resumed)
-    assert leases or state in (VersionState.ALLOCATING, VersionState.CURRENT) or kept, "nothing keeps a version"
+    stays = stays or (state in OUT_OF_SERVICE and not tables.resumed)
+    assert leases or state in (VersionState.ALLOCATING, VersionState.CURRENT) or stays, "nothing keeps a version"
     assert state is not VersionState.ALLOCATING or not leases
     if state is VersionState.DRAFT:
         assert version.writer_lease in version.holders, "nothing writes a draft"

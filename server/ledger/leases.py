@@ -438,10 +438,20 @@ def withdraw(tables: Tables, draft: Version) -> None:
 
 def end_if_unused(tables: Tables, version: Version) -> bool:
     """End a version that is out of service and has no lease, unless the policy keeps it; returns whether it ended."""
-    ends = not version.holders and version.state in OUT_OF_SERVICE and not is_kept(tables, version)
-    if ends:
-        end_version(tables, version, VersionEvent.UNUSED)
-    return ends
+    if version.holders or version.state not in OUT_OF_SERVICE:
+        return False
+    if version.state is VersionState.SUPERSEDED and version in kept(tables, version.pool):
+        return False
+    end_version(tables, version, VersionEvent.UNUSED)
+    return True
+
+
+def end_unused(tables: Tables, pool: Pool) -> None:
+    """Do as :func:`end_if_unused` with all versions of a pool; costs time in proportion to their number."""
+    stay = kept(tables, pool)
+    for version in tuple(pool.versions.values()):
+        if not version.holders and version.state in OUT_OF_SERVICE and version not in stay:
+            end_version(tables, version, VersionEvent.UNUSED)
 
 
 def end_surplus(tables: Tables, pool: Pool) -> bool:
@@ -453,10 +463,10 @@ def end_surplus(tables: Tables, pool: Pool) -> bool:
     return bool(surplus)
 
 
-def is_kept(tables: Tables, version: Version) -> bool:
-    """Whether a version is among the newest superseded ones of its pool, which the policy keeps."""
+def kept(tables: Tables, pool: Pool) -> set[Version]:
+    """Return the newest superseded versions of a pool, which the policy keeps; costs time in proportion to all."""
     keep = tables.policy.keep
-    return keep > 0 and version in _superseded(version.pool)[-keep:]
+    return set(_superseded(pool)[-keep:]) if keep else set()
 
 
 def _superseded(pool: Pool) -> list[Version]:

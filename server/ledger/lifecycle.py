@@ -24,7 +24,7 @@ from dataclasses import replace
 from cubroker.protocol.errors import Denied, OverQuota, Unavailable
 from cubroker.protocol.messages import ENDING, Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, memory, publish
-from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus
+from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus, end_unused
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.records import (
     SESSION_FDS,
@@ -220,8 +220,7 @@ def resume(tables: Tables, _: events.Resumed) -> None:
         tables.note(session, RESTARTED)
     for pool in tables.pools.values():
         tables.note(pool, RESTARTED)
-        for version in tuple(pool.versions.values()):  # an earlier policy or a mistake may have kept more
-            end_if_unused(tables, version)
+        end_unused(tables, pool)  # an earlier policy or a mistake may have kept more
         for version in pool.versions.values():
             if version.state is VersionState.LOST:
                 _notify_holders(tables, version)  # the broker that lost it may have ended before it told them

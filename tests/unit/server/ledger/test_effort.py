@@ -5,26 +5,47 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from cubroker.protocol import messages as m
-from cubroker.server.ledger import Budget
+from cubroker.server.ledger import Budget, Ledger, Limits
 from cubroker.server.ledger import events as e
 from cubroker.server.ledger.policy import Policy, Quota
 from tests.measuring import traced
-from tests.unit.server.ledger.story import ALICE, BOB, MIB, Story, asks, attaches, changed, creates, handle, refused
+from tests.unit.server.ledger.story import (
+    ALICE,
+    BOB,
+    BROKER,
+    MIB,
+    Story,
+    asks,
+    attaches,
+    changed,
+    creates,
+    handle,
+    refused,
+)
 
 FEW, MANY = 100, 400
 ALIKE = 1.5
 IN_PROPORTION = ALIKE * MANY / FEW
+T = TypeVar("T")
 Trace = Callable[[FrameType, str, object], Any]
 LARGE = Budget(0, "GPU-0", "first", 16384 * MIB, 16384 * MIB)
 
 
 def effort(story: Story, event: e.LedgerEvent) -> int:
     """Return how many opcodes the ledger runs over an event, whose effects the story has from then on."""
+    effects, opcodes = counted(lambda: story.ledger.handle(event))
+    story.ledger.check()
+    story.effects.extend(effects)
+    return opcodes
+
+
+def counted(call: Callable[[], T]) -> tuple[T, int]:
+    """Return what a call returns, and how many opcodes it runs."""
     opcodes = 0
 
     def count(frame: FrameType, kind: str, _: object) -> Trace:
@@ -36,12 +57,10 @@ def effort(story: Story, event: e.LedgerEvent) -> int:
     before = sys.gettrace()  # that of whoever measures coverage
     sys.settrace(count)
     try:
-        effects = story.ledger.handle(event)
+        result = call()
     finally:
         sys.settrace(before)
-    story.ledger.check()
-    story.effects.extend(effects)
-    return opcodes
+    return result, opcodes
 
 
 def told(quota: Quota | None = None) -> Story:
@@ -212,6 +231,25 @@ def test_a_publication_costs_in_proportion_to_the_versions_that_are_kept() -> No
         return opcodes
 
     assert cost(200) < cost(50) * ALIKE * 4
+
+
+@pytest.mark.slow
+def test_a_restart_costs_in_proportion_to_the_versions_that_are_kept() -> None:
+    def cost(kept: int) -> tuple[int, int, int]:
+        policy = Policy(keep=kept)
+        story = Story(LARGE, policy=policy, store=1000)
+        story.joins(1)
+        for _ in range(kept + 1):
+            story.publishes(1, "a")
+        items = story.ledger.snapshot().items()
+        ledger, restored = counted(lambda: Ledger.restore((LARGE,), BROKER, Limits(), policy, items, 1000))
+        lost, goes_on = ledger, Ledger.restore((LARGE,), BROKER, Limits(), policy, items, 1000)
+        _, resumed = counted(lambda: goes_on.handle(e.Resumed()))
+        _, ended = counted(lambda: [lost.handle(e.MemoryLost(1 + number, "gone")) for number in range(kept)])
+        assert len(goes_on.held_memory()) == kept + 1
+        return restored, resumed, ended
+
+    assert all(many < few * ALIKE * 4 for few, many in zip(cost(50), cost(200), strict=True))
 
 
 @pytest.mark.slow
