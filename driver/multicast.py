@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, Self
 
 from cubroker.driver import vmm
-from cubroker.driver.buffers import round_up
+from cubroker.driver.buffers import keep_first, round_up
 from cubroker.driver.checked_calls import (
     MULTICAST_PREFIX,
     Calls,
@@ -121,8 +121,7 @@ class Window(vmm.Reservation):
     def __init__(self, context: PrimaryContext, nbytes: int) -> None:
         check_multicast(context.calls.module, "cuMemMap")
         super().__init__(context, nbytes)
-        self._kernel: Kernel | None = None
-        self._loading = threading.Lock()
+        self._kernels: dict[None, Kernel] = {}  # one, once it is loaded
         self._state = threading.Lock()
         self._maps_running = 0
         self._closed = False
@@ -182,8 +181,7 @@ class Window(vmm.Reservation):
 
         While a map is still running the addresses are kept: else the driver could map the object over other memory.
         """
-        kernel, self._kernel = self._kernel, None
-        if kernel:
+        if kernel := self._kernels.pop(None, None):
             with suppress(DriverError):  # it stays loaded until the context ends, and the window is closed all the same
                 kernel.close()
         with self._state:
@@ -192,11 +190,8 @@ class Window(vmm.Reservation):
             super().close()
 
     def _loaded(self) -> Kernel:
-        """Return the kernel, which the first use of any thread loads."""
-        with self._loading:
-            if self._kernel is None:
-                self._kernel = Kernel(self._context, *KERNEL)
-            return self._kernel
+        """Return the kernel, which is loaded on first use."""
+        return keep_first(self._kernels, None, lambda: Kernel(self._context, *KERNEL), Kernel.close)
 
 
 def obstacle(calls: Calls, device: int) -> str | None:

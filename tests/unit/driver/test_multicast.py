@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -188,17 +189,15 @@ def test_a_broadcast_that_fails_can_be_tried_again(
     assert len(held["cuModuleLoadData"]) == 1
 
 
-def test_threads_that_store_first_at_the_same_time_load_the_kernel_once(
+def test_of_the_kernels_of_threads_that_store_first_at_the_same_time_one_stays(
     multicast: MulticastSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, loads, second = multicast.contexts[0].calls, list[bytes](), threading.Event()
+    calls, both = multicast.contexts[0].calls, threading.Barrier(2, timeout=PATIENCE)
+    held = holdings(monkeypatch, calls, ["cuModuleLoadData"])
     once = calls.cuModuleLoadData
 
     def load(image: bytes) -> Any:
-        loads.append(image)
-        if len(loads) == 2:
-            second.set()
-        second.wait(0.2)  # nobody is to come here a second time
+        both.wait()
         return once(image)
 
     monkeypatch.setattr(calls, "cuModuleLoadData", load)
@@ -207,7 +206,36 @@ def test_threads_that_store_first_at_the_same_time_load_the_kernel_once(
             threads.submit(multicast.window.broadcast, multicast.source, multicast.window.pointer, 16) for _ in range(2)
         ]:
             done.result()
-    assert len(loads) == 1
+    assert multicast.stored() == [TEXT, TEXT]
+    assert len(held["cuModuleLoadData"]) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_stores_while_the_thread_that_it_interrupts_loads_the_kernel(
+    multicast: MulticastSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, handled = multicast.contexts[0].calls, list[int]()
+    held = holdings(monkeypatch, calls, ["cuModuleLoadData"])
+    once = calls.cuModuleLoadData
+
+    def store(number: int, _: object) -> None:
+        handled.append(number)
+        multicast.window.broadcast(multicast.source, multicast.window.pointer, 16)
+
+    def load(image: bytes) -> Any:
+        if not handled:
+            signal.raise_signal(signal.SIGUSR1)
+        return once(image)
+
+    monkeypatch.setattr(calls, "cuModuleLoadData", load)
+    before = signal.signal(signal.SIGUSR1, store)
+    try:
+        multicast.window.broadcast(multicast.source, multicast.window.pointer, 16)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [signal.SIGUSR1]
+    assert multicast.stored() == [TEXT, TEXT]
+    assert len(held["cuModuleLoadData"]) == 1
 
 
 def test_a_window_gives_its_addresses_back_even_if_its_kernel_stays(
