@@ -37,6 +37,9 @@ STAGE = 8 << 20
 MOMENT = 1.0
 """Seconds within which a driver call returns once nothing blocks it any more."""
 
+AFTER_RESTART = "what its replicas were bound together by after a restart"
+"""What could not be mapped, in errors."""
+
 
 # -- outlets ---------------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class AbandonableCall:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
-        self._over: Future[DriverError | ValueError | None] = Future()
+        self._over: Future[BaseException | None] = Future()
         #: Set when the call has returned, also if it was given up.
         self.returned = Event()
 
@@ -177,7 +180,7 @@ class AbandonableCall:
         try:
             if not self._over.done():
                 self._call()
-        except (DriverError, ValueError) as error:
+        except BaseException as error:  # noqa: BLE001  the thread that waits raises it
             self._over.set(error)
         else:
             self._over.set(None)
@@ -471,7 +474,9 @@ class MulticastMapping:
             try:
                 return self._found_again(before, offer, asleep=asleep)
             except (CubrokerError, DriverError, ValueError) as error:
-                why = devices.failure(error, "mapping what its replicas were bound together by after a restart").message
+                why = devices.failure(error, f"mapping {AFTER_RESTART}").message
+            except MemoryError:
+                why = f"this process has no memory left to map {AFTER_RESTART}"
         log.error("a lease can no longer store to all replicas: %s", why)
         try:
             self.space.close()

@@ -11,7 +11,7 @@ import pytest
 from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.client.memory.multicast import AbandonableCall, MulticastMapping, Windows
 from cubroker.driver import Context, DriverError, Window
-from cubroker.protocol.errors import TimedOut
+from cubroker.protocol.errors import TimedOut, Unsupported
 from cubroker.protocol.messages import Rebound, Team
 
 TEAM = Team("multicast", "", (100,))
@@ -97,6 +97,31 @@ def test_what_a_call_raises_is_raised_and_what_returns_is_over() -> None:
 
     with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
         AbandonableCall(fail).run()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", [MemoryError("none is left"), KeyError("of a bug")], ids=repr)
+def test_an_error_of_any_type_ends_the_wait_for_a_call(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    call = AbandonableCall(fail)
+    with pytest.raises(type(error), match=str(error.args[0])):
+        call.run()
+    assert call.returned.is_set()
+
+
+def test_a_process_without_memory_for_a_new_object_stores_no_more_and_says_so() -> None:
+    window = LateWindow()
+    multicast, memory, _ = mapping(window)
+
+    def fail(source: int) -> None:
+        raise MemoryError
+
+    window.map = fail  # type: ignore[method-assign]
+    multicast.rebound(NEWS, (2,))
+    with pytest.raises(Unsupported, match=r"this process has no memory left.*attach again"):
+        multicast.usable(lambda: memory)
 
 
 def test_a_call_that_is_given_up_holds_nobody_up() -> None:
