@@ -19,7 +19,7 @@ from cubroker.client.memory.mapping import LeasedMemory, Spot
 from cubroker.client.notices import Count, Watch, time_limit
 from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
-from cubroker.client.transport.requests import Steps, beside, blocking, expect, run, seconds, version_number
+from cubroker.client.transport.requests import Steps, beside, blocking, expect, flag, run, seconds, version_number
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples
@@ -147,8 +147,8 @@ class Broker(Reconnecting):
         unsealed: bool = False,
     ) -> Steps[Pool]:
         """Do as :meth:`attach`, but open no session: raise ``Unavailable`` if this one is lost."""
-        fields.check_pool_name(name)
-        if unsealed:
+        name = fields.check_pool_name(name)
+        if unsealed := flag(unsealed, "unsealed"):
             self._check_unsealed(name, version)
         where = self._where(name, device, owner, peer=peer)
         body = messages.Attach(
@@ -301,10 +301,10 @@ class Broker(Reconnecting):
                 during the call; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         from cubroker.client import digests, publish  # which import modules that readers do not need
 
-        if digest:
+        if digest := flag(digest, "digest"):
             digests.need(self._session, name)
         sources = publish.Sources.of(source, self.driver)
         ask = partial(self._creation, name, share=share, wait=wait, mode=mode, durable=durable)
@@ -325,7 +325,7 @@ class Broker(Reconnecting):
             Retired: the version was retired or superseded, and exists no more.
             Denied: the pool is another user's, whose mode keeps this one from writing.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         return self._session.ask(messages.Retire(name, version_number(version)), messages.Retirement)
 
     @blocking
@@ -344,7 +344,7 @@ class Broker(Reconnecting):
             Unsupported: an owner is given, and the broker is too old to check it.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         time_limit(timeout)
         watch = yield from self._session.watch(name, self._owners("watch", name, owner, messages.FINDS), timeout)
         watch.opener = self
@@ -370,7 +370,7 @@ class Broker(Reconnecting):
             Unsupported: the broker is too old to report that.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         number, deadline = version_number(version), monotonic() + time_limit(timeout)
         session, changes = self._session, Count(name)
         if session.version < messages.ENDS:
@@ -417,7 +417,7 @@ class Broker(Reconnecting):
         from cubroker.client.follow import Follow
 
         self._owner.check()
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         self._check_open()
         owners = self._owners("follow", name, owner, messages.FINDS)
         follow = Follow(name, lambda pause: self._live(inf, pause), owners, timeout)
@@ -450,7 +450,7 @@ class Broker(Reconnecting):
             OverQuota: this session, or this user, has as many locks as it may.
             Unsupported: the broker is too old to have locks.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         if self._session.version < messages.LOCKS:
             raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
         from cubroker.client.synchronization import obtain_lock
@@ -485,7 +485,7 @@ class Broker(Reconnecting):
             Retired: the version was retired or superseded, and exists no more.
             Denied: the pool's mode keeps this user from reading it.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         body = messages.Describe(name, version_number(version))
         description = yield from self._session.ask(body, messages.Description)
         info, plan = description.info, description.plan or ()
@@ -499,7 +499,7 @@ class Broker(Reconnecting):
             NotFound, Retired, Denied: as :meth:`describe`.
             Unsupported: the broker is too old to keep digests.
         """
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         if self._session.version < messages.DIGESTS:
             raise Unsupported(f"the digests of {name!r}: the broker is too old to keep any; upgrade it")
         return self._session.ask(messages.ListDigests(name, version_number(version)), messages.DigestList)
@@ -520,8 +520,7 @@ class Broker(Reconnecting):
         if isinstance(subject, int):
             body = messages.Tell(None, subject)
         else:
-            fields.check_pool_name(subject)
-            body = messages.Tell(subject, 0)
+            body = messages.Tell(fields.check_pool_name(subject), 0)
         return (yield from self._session.ask(body, messages.Story)).lines
 
     # -- the broker itself -------------------------------------------------------------------------
@@ -551,7 +550,7 @@ class Broker(Reconnecting):
         """
         self._owner.check()
         self._session.check_open()
-        return self._session.drain_state.wait(timeout, over=over)
+        return self._session.drain_state.wait(timeout, over=flag(over, "over"))
 
     @blocking
     def drain(self, *, on: bool = True) -> Steps[None]:
@@ -562,7 +561,7 @@ class Broker(Reconnecting):
         Raises:
             Denied: this user neither runs the broker nor is root.
         """
-        yield from self._session.ask(messages.Drain(on), messages.Done)
+        yield from self._session.ask(messages.Drain(flag(on, "on")), messages.Done)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -619,11 +618,13 @@ class Broker(Reconnecting):
         base: messages.Base | None = None,
     ) -> messages.Create:
         """Return the request for a draft; or, with ``attach``, for the current version if there is one."""
-        fields.check_pool_name(name)
+        name = fields.check_pool_name(name)
         if mode is not None and (isinstance(mode, bool) or not isinstance(mode, int)):
             raise Invalid(f"a mode of {mode!r}, which is no whole number; write it in octal, as in 0o640")
         if mode is not None and not 0 <= mode <= 0o777:
             raise Invalid(f"a mode of {mode}, which is 0o{mode:o}; write it in octal, as in 0o640, from 0 to 0o777")
+        writable = flag(writable, "writable")
+        durable = None if durable is None else flag(durable, "durable")
         if self._session.version < messages.CHOOSES:  # an older broker cannot choose
             durable = bool(durable)
             share = (messages.VMM if durable else messages.IPC) if share == messages.AUTO else share
@@ -755,7 +756,7 @@ class Broker(Reconnecting):
         self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool
     ) -> messages.Where:
         """Return where to attach; make this process's context there, so that the lease need not wait for it."""
-        if device is None and peer:
+        if flag(peer, "peer") and device is None:
             raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
         uuid = None if device is None else local.context(self.driver, device).device.uuid
         owners = self._owners("attach to", name, owner, messages.OWNED)

@@ -12,7 +12,7 @@ from cubroker.client.memory.lease import LeaseHandle
 from cubroker.client.memory.mapping import LeasedMemory, Spot
 from cubroker.client.pool import Pool, Replica
 from cubroker.client.tensor import described
-from cubroker.client.transport.requests import Steps, blocking, expect
+from cubroker.client.transport.requests import Steps, blocking, expect, flag
 from cubroker.driver import Context, Driver
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import ALIGNMENT, BITS, Layout, TensorIndex, TensorSpec
@@ -83,8 +83,9 @@ class Draft(Pool):
         self._memory()
         if self.sealed:
             raise Invalid(f"{self._label} is published already; create a new version instead")
-        compute = self._digesting(digest) if digest else None
-        if in_place:
+        given = digest if isinstance(digest, Digests) else flag(digest, "digest")
+        compute = self._digesting(given) if given else None
+        if in_place := flag(in_place, "in_place"):
             self._check_stays()
         yield from self._set_layout(layout or self.layout)
         if in_place:

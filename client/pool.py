@@ -14,7 +14,7 @@ from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
 from cubroker.client.memory.mapping import AllocationHandle, DeviceMapping, LeasedMemory
 from cubroker.client.session import ClientSession
 from cubroker.client.tensor import SharedTensor, stored_from
-from cubroker.client.transport.requests import Steps, blocking, run, seconds, version_number
+from cubroker.client.transport.requests import Steps, blocking, flag, run, seconds, version_number
 from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
@@ -450,7 +450,7 @@ class Pool(Replica, Closeable):
                 raise Unavailable(f"{self._label} is lost: {session.lost}; close it, and attach again")
             return session
 
-        if switch:
+        if switch := flag(switch, "switch"):
             self._check_moves("be switched")
         first = self.version
         newer = (lambda version: version > first) if switch else (lambda version: version > self.version)

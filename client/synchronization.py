@@ -506,14 +506,14 @@ class Events:
 
     def make(self, pool: _EventPool, place: DeviceMapping, name: str) -> Steps[SharedEvent]:
         """Make an event for the work of the device that uses ``place``; see :meth:`Pool.event`."""
-        fields.check_pool_name(name, "an event")
+        name = fields.check_pool_name(name, "an event")
         lease = pool.lease
         handle = OwnedEvent(self._session, place.context, f"event {name!r} of pool {pool.name!r}", lease, name)
         return (yield from self._keep(pool, lease, handle, name, place.context.device))
 
     def open(self, pool: _EventPool, places: tuple[DeviceMapping, ...], name: str, wait: float) -> Steps[SharedEvent]:
         """Open another process's event, in the context of its device if there is one among ``places``."""
-        fields.check_pool_name(name, "an event")
+        name = fields.check_pool_name(name, "an event")
         lease = pool.lease
         reply = yield from self._opening.ask(OpenEvent(lease, name, wait), EventOpened)
         device = devices.find(self._session.driver, reply.device)

@@ -56,8 +56,11 @@ MODE = r"(?a:(0o?)?[0-7]{3})"  #: What :func:`parse_mode` takes.
 _POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,254}")
 
 
-def check_pool_name(name: str, what: str = "a pool") -> None:
-    """Raise ``Invalid`` unless ``name`` is valid in a table, a URL and ``NAME@VERSION``; ``what`` it is to name."""
+def check_pool_name(name: str, what: str = "a pool") -> str:
+    """Return ``name`` as a plain ``str``; raise ``Invalid`` unless it is valid in a table, a URL and ``NAME@VERSION``.
+
+    ``what`` says what it is to name. It may be of a subclass of ``str``, such as numpy's, which messages cannot carry.
+    """
     rule = "use 1 to 255 letters, digits and _ . : / + - and begin with a letter, a digit or _"
     if not isinstance(name, str):  # such as None, from a variable of the environment that is not set
         raise Invalid(f"an object of type {type(name).__name__} cannot name {what}: {rule}")
@@ -65,6 +68,7 @@ def check_pool_name(name: str, what: str = "a pool") -> None:
         bare, at, _ = name.partition("@")
         hint = f"; give the version separately from the name {bare[:64]!r}" if at and _POOL_NAME.fullmatch(bare) else ""
         raise Invalid(f"{name[:64]!r} cannot name {what}: {rule}{hint}")
+    return str.__str__(name)
 
 
 def parse_mode(text: str) -> int:

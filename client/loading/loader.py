@@ -18,6 +18,7 @@ from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.read_plan import target_of
 from cubroker.client.loading.threads import Progress
+from cubroker.client.transport.requests import flag
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import AUTO
@@ -91,6 +92,7 @@ def load(
             the broker, as :meth:`Broker.create`. After any error nothing of the draft is left.
     """
     began = time.perf_counter()
+    digest, if_absent = flag(digest, "digest"), flag(if_absent, "if_absent")
     if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests
         need(broker._session, name)
     first = next(iter(chosen(devices, plan)), 0)  # `ask` below refuses anything that is not a device

@@ -473,6 +473,13 @@ def version_number(version: int | None) -> int:
     return version
 
 
+def flag(value: bool, what: str) -> bool:
+    """Return a flag as requests carry it; raises ``Invalid`` unless it is true or false, of Python or of numpy."""
+    if isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__.startswith("bool")):
+        return bool(value)
+    raise Invalid(f"{what}={value!r:.60} is neither True nor False; pass one of these, or leave it out")
+
+
 def expect(reply: Reply, kind: type[R]) -> R:
     """Return ``reply``, which the protocol says is a ``kind``."""
     if not isinstance(reply, kind):

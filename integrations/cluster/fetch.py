@@ -19,7 +19,7 @@ import msgspec
 from cubroker.client.broker import Owner, uids
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.handshake import Silent
-from cubroker.client.transport.requests import seconds, version_number
+from cubroker.client.transport.requests import flag, seconds, version_number
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import (
     OwnHost,
@@ -121,7 +121,12 @@ def fetch(
         CubrokerError: an error of the broker, as for :meth:`cubroker.Broker.create`. After any error no draft is left.
     """
     terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
-    asked = {"version": version_number(version), "if_absent": if_absent, "owners": uids(owner), "wait": seconds(wait)}
+    asked = {
+        "version": version_number(version),
+        "if_absent": flag(if_absent, "if_absent"),
+        "owners": uids(owner),
+        "wait": seconds(wait),
+    }
     order = _ordered(name, sources, directory, certificates, devices, connect_timeout=connect_timeout, **terms, **asked)
     return carry_out(order, progress, waiting)
 
@@ -221,7 +226,9 @@ def _ordered(
     **terms: Any,
 ) -> Order:
     """Make an order from a caller's arguments; raises ``Invalid`` for arguments that no order can have."""
-    fields.check_pool_name(name)
+    name = fields.check_pool_name(name)
+    if terms["durable"] is not None:
+        terms["durable"] = flag(terms["durable"], "durable")
     order = Order(
         name=name,
         peers=_listed("sources", sources),

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import enum
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cubroker.client import Broker, Draft, Pool
+from cubroker.client.loading.loader import load
 from cubroker.protocol import Layout, paths
 from cubroker.protocol.errors import Exists, Invalid, NotFound, OverBudget, TimedOut, Unavailable, Unsupported
 from tests.brokers import PATIENCE, BrokerProcess, eventually
@@ -291,6 +295,66 @@ def test_a_relative_directory_survives_a_change_of_the_working_directory(
         monkeypatch.chdir("/")
         assert broker.directory == lender.directory
         assert broker.devices()
+
+
+FLAGS: list[tuple[str, Callable[[Broker, str, Any], object]]] = [
+    ("peer", lambda broker, name, value: broker.attach(name, device=0, peer=value)),
+    ("unsealed", lambda broker, name, value: broker.attach(name, version=1, unsealed=value)),
+    ("writable", lambda broker, name, value: broker.create(name, LAYOUT, writable=value)),
+    ("durable", lambda broker, name, value: broker.create(name, LAYOUT, durable=value)),
+    ("writable", lambda broker, name, value: broker.attach_or_create(name, LAYOUT, writable=value)),
+    ("peer", lambda broker, name, value: broker.attach_or_create(name, LAYOUT, peer=value)),
+    ("durable", lambda broker, name, value: broker.publish(name, {"x": b"1"}, durable=value)),
+    ("digest", lambda broker, name, value: broker.publish(name, {"x": b"1"}, digest=value)),
+    ("over", lambda broker, _, value: broker.wait_draining(0, over=value)),
+    ("on", lambda broker, _, value: broker.drain(on=value)),
+    ("digest", lambda broker, name, value: broker.create(name, LAYOUT).seal(digest=value)),
+    ("in_place", lambda broker, name, value: broker.create(name, LAYOUT).seal(in_place=value)),
+    ("switch", lambda broker, name, value: broker.attach(name).follow(switch=value)),
+    ("if_absent", lambda broker, name, value: load(broker, name, "none.safetensors", if_absent=value)),
+    ("digest", lambda broker, name, value: load(broker, name, "none.safetensors", digest=value)),
+]
+"""Calls with a flag, each with the flag's name."""
+
+
+@pytest.mark.parametrize(("flag", "call"), FLAGS, ids=[f"{number}-{flag}" for number, (flag, _) in enumerate(FLAGS)])
+@pytest.mark.parametrize("value", [1, "no"], ids=repr)
+def test_a_flag_is_true_or_false(
+    client: Broker, name: str, flag: str, call: Callable[[Broker, str, Any], object], value: object
+) -> None:
+    publish(client, name)
+    with pytest.raises(Invalid) as caught:
+        call(client, name, value)
+    assert caught.value.message == f"{flag}={value!r} is neither True nor False; pass one of these, or leave it out"
+
+
+def test_a_flag_of_numpy_is_one(client: Broker, name: str) -> None:
+    with client.create(name, LAYOUT, writable=np.True_, durable=np.False_) as draft:
+        assert draft.seal(digest=np.False_) == 1
+    with client.attach(name, unsealed=np.False_) as pool:
+        assert pool.writable
+
+
+@pytest.mark.parametrize(
+    "kind", [np.str_, lambda text: enum.StrEnum("Names", {"ONE": text}).ONE], ids=["numpy", "enum"]
+)
+def test_a_name_may_be_text_of_any_type(client: Broker, name: str, kind: Callable[[str], str]) -> None:
+    same = kind(name)
+    assert type(same) is not str
+    with client.create(same, LAYOUT, writable=True) as draft:
+        draft.seal()
+    with client.attach(same) as pool, pool.event(kind("ready")), client.watch(same) as watch:
+        assert (pool.name, next(watch)) == (name, 1)
+    with client.follow(same) as follow:
+        assert next(follow) == 1
+    with client.lock(same) as lock:
+        assert lock.name == name
+    assert client.publish(same, {"x": b"1"}, base=None) == 2
+    assert client.digests(same).digests is None
+    assert client.describe(same)[0].name == name
+    assert client.story(same)
+    assert client.retire(same).version == 2
+    assert client.wait_ended(same, 1, PATIENCE)
 
 
 def test_a_closed_broker_says_so_and_can_be_closed_again(lender: BrokerProcess) -> None:

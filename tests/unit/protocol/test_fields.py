@@ -16,7 +16,18 @@ from cubroker.protocol.fields import Name
 
 @pytest.mark.parametrize("name", ["llama", "_x", "7", "meta-llama/Llama-3.1:fp8+lora", "a" * 255])
 def test_usual_names_are_taken(name: str) -> None:
-    fields.check_pool_name(name)
+    assert fields.check_pool_name(name) == name
+
+
+def test_a_name_of_a_subclass_of_str_is_returned_as_messages_carry_it() -> None:
+    class Name(str):
+        """As numpy's, and that of an enumeration."""
+
+        def __str__(self) -> str:
+            return "another"
+
+    plain = fields.check_pool_name(Name("llama"))
+    assert (plain, type(plain)) == ("llama", str)
 
 
 @pytest.mark.parametrize(
