@@ -319,7 +319,7 @@ class Exporter:
         self._peers.add(peer)
         encrypted = False
         try:
-            await writer.start_tls(self._context, ssl_handshake_timeout=GREETING)
+            await self._encrypt(writer)
             encrypted = True
             await self._serve(peer)
         except ssl.SSLError as error:
@@ -347,6 +347,15 @@ class Exporter:
                     await _finish(writer)
             finally:  # not before: a connection counts as long as it has a descriptor
                 self._peers.discard(peer)
+
+    async def _encrypt(self, writer: asyncio.StreamWriter) -> None:
+        """Shake hands; raises ``OSError``."""
+        try:
+            await writer.start_tls(self._context, ssl_handshake_timeout=GREETING)
+        except OSError as error:
+            # The error and asyncio's frames in its traceback refer to each other. Through them the 256 KiB of buffer of
+            # a connection would stay until the garbage collector runs, and hundreds of those add up before it does.
+            raise error.with_traceback(None) from None
 
     async def _serve(self, peer: _Peer) -> None:
         hello = await self._hear(peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pwd
@@ -11,6 +12,7 @@ import socket
 import ssl
 import sys
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -125,6 +127,32 @@ def test_a_peer_that_goes_during_the_handshake_leaves_nothing(serving: Serving) 
     with socket.create_connection(serving.address[:2]) as peer:
         peer.sendall(b"\x16\x03\x01")
     eventually(lambda: serving.meter.service.connections == 0, "the connection to end")
+
+
+def _buffers() -> int:
+    """How many TLS connections of asyncio there are; each has a buffer of 256 KiB."""
+    return sum(type(each) is SSLProtocol for each in gc.get_objects())
+
+
+def test_a_failed_handshake_leaves_no_buffer_to_the_collector(serving: Serving, certificates: Certificates) -> None:
+    context = ssl.create_default_context(cafile=str(certificates.host / "ca.pem"))
+    gc.collect()
+    gc.disable()
+    try:
+        before = _buffers()
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"):
+            with socket.create_connection(serving.address[:2]) as peer:
+                peer.sendall(said)
+        with (
+            socket.create_connection(serving.address[:2]) as plain,
+            context.wrap_socket(plain, server_hostname=HOST) as peer,
+        ):
+            _all(peer)  # it has no certificate
+        assert serving.greet() == "root"  # after all of them
+        eventually(lambda: serving.meter.service.connections == 0, "the connections to end")
+        eventually(lambda: _buffers() == before, "their buffers to be freed", 10.0)
+    finally:
+        gc.enable()
 
 
 def _all(peer: socket.socket) -> bytes:
