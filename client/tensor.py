@@ -23,7 +23,7 @@ from cubroker.client.memory.mapping import DeviceMapping, LeasedMemory
 from cubroker.driver import Context, Device
 from cubroker.driver.device_names import label
 from cubroker.protocol.errors import Invalid, Unsupported, needing
-from cubroker.protocol.layout import BITS, ELEMENTS, LIBRARY_NAMES, carrier, nbytes
+from cubroker.protocol.layout import BITS, ELEMENTS, LIBRARY_NAMES, TO_LITTLE_ENDIAN, carrier, nbytes
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -171,10 +171,12 @@ class SharedTensor(NotPicklable):
         self._check_writable()
         given = described(source, self._own_context)
         if (given.dtype, given.shape) != (self.dtype, self.shape):
+            todo = "; convert or reshape that, or store its bytes as they are with copy_from_bytes"
+            if given.dtype.startswith(">"):
+                todo = f", big-endian; convert that with {TO_LITTLE_ENDIAN}"
             raise Invalid(
                 f"tensor {self.name!r} of {self._mapped.label} is {self.dtype} {self.shape}, and the"
-                f" {type(source).__name__} to fill it from is {given.dtype} {given.shape}; convert or reshape that,"
-                f" or store its bytes as they are with copy_from_bytes"
+                f" {type(source).__name__} to fill it from is {given.dtype} {given.shape}{todo}"
             )
         if isinstance(given, HostArray):
             self._fill(given.contiguous())

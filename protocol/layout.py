@@ -489,6 +489,11 @@ LIBRARY_NAMES = {dtype: element.library for dtype, element in ELEMENTS.items() i
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in LIBRARY_NAMES.items()}  #: The dtype of each such name.
 
+_BIG_ENDIAN = {f">{each.typestr[1:]}" for each in ELEMENTS.values() if each.typestr and each.bits > 8}
+"""numpy's names of the same types in the other byte order."""
+
+TO_LITTLE_ENDIAN = 'a.astype(a.dtype.newbyteorder("="))'  #: How to convert an array of numpy's, in errors.
+
 
 def carrier(dtype: str) -> str:
     """Return the typestr of unsigned integers as wide as ``dtype``; bytes for types that are packed."""
@@ -508,13 +513,16 @@ def dtype_named(dtype: object) -> tuple[str, int]:
     if isinstance(dtype, str) and dtype in BITS:
         return dtype, 1
     name = _library_name(dtype)
+    if name in _BIG_ENDIAN or (name in DTYPES_BY_NAME and getattr(dtype, "byteorder", "") == ">"):
+        raise Invalid(
+            f"the dtype {dtype!r} is big-endian, and elements of pools are little-endian; convert an array with"
+            f" {TO_LITTLE_ENDIAN}"
+        )
     if name not in DTYPES_BY_NAME:
         raise Invalid(
             f"unknown dtype {dtype!r}; known are {', '.join(BITS)}, and most of these as torch, numpy and ml_dtypes"
             f" name them"
         )
-    if getattr(dtype, "byteorder", "") == ">":
-        raise Invalid(f"the dtype {dtype!r} has the other byte order; convert it to that of this machine")
     return DTYPES_BY_NAME[name], 2 if name == PAIRS else 1
 
 

@@ -482,7 +482,20 @@ def test_every_library_s_name_for_a_type_is_known(name: str, dtype: str) -> None
 @pytest.mark.parametrize(
     "dtype",
     [
-        *("F33", "", ">f4", float, int, torch.complex128, torch.qint8, np.dtype("U3"), np.dtype("i4,i4"), None, 3),
+        *(
+            "F33",
+            "",
+            ">c16",
+            ">f3",
+            float,
+            int,
+            torch.complex128,
+            torch.qint8,
+            np.dtype("U3"),
+            np.dtype("i4,i4"),
+            None,
+            3,
+        ),
         *(ml_dtypes.float4_e2m1fn, np.dtype(ml_dtypes.int4)),  # whose elements take a byte each
     ],
 )
@@ -493,6 +506,11 @@ def test_a_type_that_pools_do_not_have_is_refused_with_those_that_they_have(dtyp
         dtype_named(dtype)
 
 
-def test_elements_of_the_other_byte_order_are_refused() -> None:
-    with pytest.raises(Invalid, match=r"dtype\('>f4'\) has the other byte order; convert it"):
-        dtype_named(np.dtype(">f4"))
+@pytest.mark.parametrize("dtype", [np.dtype(">f4"), ">f4", ">i2", ">c8"], ids=repr)
+def test_elements_of_the_other_byte_order_are_refused_with_how_to_convert_them(dtype: object) -> None:
+    with pytest.raises(Invalid) as caught:
+        dtype_named(dtype)
+    assert caught.value.message == (
+        f"the dtype {dtype!r} is big-endian, and elements of pools are little-endian; convert an array with"
+        f' a.astype(a.dtype.newbyteorder("="))'
+    )
