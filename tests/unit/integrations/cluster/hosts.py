@@ -148,9 +148,12 @@ def exporting(
 
 def children(module: str) -> list[int]:
     """The processes that this one has started to run a module, and that have not ended."""
-    pids = [int(pid) for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
+    pids: list[str] = []
+    for each in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            pids += each.read_text().split()
     found = []
-    for pid in pids:
+    for pid in map(int, pids):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 found.append(pid)
