@@ -78,7 +78,7 @@ class PeerAddress(NamedTuple):
     #: The name or address that the user gave, which the exporter's certificate has to contain.
     host: str
     port: int
-    #: The address to connect to, if the name has several; empty: any address of the name.
+    #: The address to connect to, if the name has several; empty: all of the name, one after the other.
     ip: str = ""
 
     def __str__(self) -> str:
@@ -341,20 +341,24 @@ class PeerConnection:
             raise
 
     def _connect(self, context: ssl.SSLContext) -> ssl.SSLSocket:
-        address = self.address
+        """Connect to the first address of the host, in its order, at which an exporter shows its certificate."""
+        address, deadline = self.address, time.monotonic() + CONNECT
         try:
-            plain = socket.create_connection((address.ip or address.host, address.port), CONNECT)
+            ips = [address.ip] if address.ip else _look_up(address)
         except OSError as error:
             raise Unavailable(f"no exporter answers at {address}: {error.strerror or error}") from None
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return context.wrap_socket(plain, server_hostname=address.host)
-        except (OSError, ssl.CertificateError) as error:
-            plain.close()
-            refused = _refused(address, error)
-            if isinstance(refused, HungUp):  # the exporter has not seen our certificate
-                raise Unavailable(f"{refused.message}; is it an exporter, or one that is full?") from None
-            raise refused from None
+        failures: list[Unavailable | Denied] = []
+        for ip in ips:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                tried = address._replace(ip=ip) if len(ips) > 1 else address
+                return _encrypted(tried, ip, context, left / (len(ips) - len(failures)))
+            except (Unavailable, Denied) as error:
+                failures.append(error)
+        kind = Denied if any(isinstance(each, Denied) for each in failures) else Unavailable
+        raise kind("; ".join(each.message for each in failures)) from None
 
     def __enter__(self) -> Self:
         return self
@@ -427,6 +431,23 @@ class PeerConnection:
         return bytes(data)
 
 
+def _encrypted(address: PeerAddress, ip: str, context: ssl.SSLContext, limit: float) -> ssl.SSLSocket:
+    """Connect to one address of an exporter, which may take ``limit`` seconds for each step."""
+    try:
+        plain = socket.create_connection((ip, address.port), limit)
+    except OSError as error:
+        raise Unavailable(f"no exporter answers at {address}: {error.strerror or error}") from None
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return context.wrap_socket(plain, server_hostname=address.host)
+    except (OSError, ssl.CertificateError) as error:
+        plain.close()
+        refused = _refused(address, error)
+        if isinstance(refused, HungUp):  # the exporter has not seen our certificate
+            raise Unavailable(f"{refused.message}; is it an exporter, or one that is full?") from None
+        raise refused from None
+
+
 def readable(connection: socket.socket) -> bool:
     """Whether data, or the end of the connection, can be read; select(2) accepts no descriptor above 1023."""
     poll = select.poll()
@@ -495,7 +516,8 @@ def known_peers(
 def resolve(names: Iterable[str]) -> list[PeerAddress]:
     """Return the addresses of hosts in their order; a name that has several addresses yields all of them.
 
-    A name that cannot be looked up stays as it is: a later lookup may find it.
+    A name that has one address of each family is one host, which a connection reaches at either. A name that cannot be
+    looked up stays as it is: a later lookup may find it.
 
     Raises:
         Invalid: no host can have such a name.
@@ -503,15 +525,19 @@ def resolve(names: Iterable[str]) -> list[PeerAddress]:
     found: dict[PeerAddress, None] = {}
     for address in map(parse, names):
         try:
-            entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            ips = _look_up(address)
         except OSError:
-            found[address] = None
-            continue
-        # If a host has addresses of both families, those of one are enough: the exporter may listen at one alone.
-        ips = dict.fromkeys(str(entry[4][0]) for entry in entries if entry[0] == entries[0][0])
-        for ip in ips:
-            found[address._replace(ip=ip if len(ips) > 1 else "")] = None
+            ips = []
+        several = len(ips) > len({":" in ip for ip in ips})
+        for ip in ips if several else [""]:
+            found[address._replace(ip=ip)] = None
     return list(found)
+
+
+def _look_up(address: PeerAddress) -> list[str]:
+    """Return the addresses that a host's name has; raises ``OSError``."""
+    entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def ask_peers(addresses: Sequence[PeerAddress], certificates: Path) -> list[PeerAnswer]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -120,9 +121,9 @@ def test_an_address_is_shown_as_it_is_written(address: PeerAddress, text: str) -
 
 
 @contextmanager
-def plain(answer: Callable[[socket.socket], object]) -> Iterator[PeerAddress]:
+def plain(answer: Callable[[socket.socket], object], host: str = HOST, port: int = 0) -> Iterator[PeerAddress]:
     """Listen, and have a function deal with the connection that comes, which speaks no TLS."""
-    with socket.create_server((HOST, 0)) as server:
+    with socket.create_server((host, port)) as server:
 
         def serve() -> None:
             peer, _ = server.accept()
@@ -175,6 +176,49 @@ def test_what_listens_says_nothing(certificates: Certificates, monkeypatch: pyte
 def test_what_listens_closes_at_once(certificates: Certificates) -> None:
     with plain(lambda peer: None) as address, pytest.raises(Unavailable, match=f"the connection to {address} is over"):
         PeerConnection(address, certificates.host)
+
+
+ELSEWHERE = "127.0.0.2"
+"""Another address of this host, where no exporter listens."""
+
+
+@pytest.fixture
+def localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``localhost`` has two addresses, the exporter's last."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, *rest: Any, **options: Any) -> list[Any]:
+        hosts = (ELSEWHERE, HOST) if host == "localhost" else (host,)
+        return [entry for each in hosts for entry in real(each, port, *rest, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.usefixtures("localhost")
+def test_a_host_is_tried_at_each_of_its_addresses(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lying(certificates.host) as liar:
+        there = PeerAddress("localhost", liar.address.port)
+        with PeerConnection(there, certificates.host) as this:
+            assert this.user == "root"
+        with plain(lambda peer: None, ELSEWHERE, there.port), PeerConnection(there, certificates.host) as this:
+            assert this.user == "root"
+        monkeypatch.setattr(connection, "CONNECT", 2.0)
+        with (
+            plain(lambda peer: peer.recv(10_000) and peer.recv(1), ELSEWHERE, there.port),  # it is silent
+            PeerConnection(there, certificates.host) as this,
+        ):
+            assert this.user == "root"
+
+
+@pytest.mark.usefixtures("localhost")
+def test_each_address_that_fails_is_named_with_its_reason(certificates: Certificates, tmp_path: Path) -> None:
+    with lying(Certificates(tmp_path).host) as stranger:
+        there = PeerAddress("localhost", stranger.address.port)
+        with pytest.raises(Denied) as caught:
+            PeerConnection(there, certificates.host)
+    refused, distrusted = caught.value.message.split("; ")
+    assert refused == f"no exporter answers at {there._replace(ip=ELSEWHERE)}: Connection refused"
+    assert distrusted.startswith(f"{there._replace(ip=HOST)} is not trusted as an exporter of this cluster: ")
 
 
 def test_an_exporter_of_another_cluster_is_not_told_anything(certificates: Certificates, tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     def getaddrinfo(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         if host not in known:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(0, 1, 6, "", (ip, port)) for ip in known[host] for _ in range(2)]
+        families = {ip: socket.AF_INET6 if ":" in ip else socket.AF_INET for ip in known[host]}
+        return [(families[ip], 1, 6, "", (ip, port)) for ip in known[host] for _ in range(2)]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     return known
@@ -89,6 +90,16 @@ def test_a_name_with_several_addresses_stands_for_all_of_them(names: dict[str, l
         PeerAddress("many", 80, "::1"),
         PeerAddress("one", PORT),
     ]
+
+
+def test_a_host_with_an_address_of_each_family_is_one_host(names: dict[str, list[str]]) -> None:
+    names |= {"host": ["::1", "10.0.0.1"]}
+    assert resolve(["host"]) == [PeerAddress("host", PORT)]
+
+
+def test_an_exporter_may_listen_at_addresses_of_the_second_family_alone(names: dict[str, list[str]]) -> None:
+    names |= {"many": ["::1", "::2", "10.0.0.1", "10.0.0.2"]}
+    assert [address.ip for address in resolve(["many"])] == ["::1", "::2", "10.0.0.1", "10.0.0.2"]
 
 
 def test_a_name_that_nobody_knows_stays_and_each_address_comes_once(names: dict[str, list[str]]) -> None:
