@@ -160,10 +160,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Open /dev/null as each standard stream that the caller has closed: else the next socket would get its number."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
+    """Open /dev/null as each standard stream that the caller has closed: else the next socket would get its number.
+
+    Nothing can be written to standard output then. A command whose output is lost fails, as it does on a full disk.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(number, True)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 

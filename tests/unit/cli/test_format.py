@@ -95,15 +95,29 @@ def test_a_reader_that_went_away_ends_the_command_quietly() -> None:
     assert (done.returncode, done.stderr) == (format.BROKEN_PIPE, b"")
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_a_command_works_with_standard_streams_closed(directory: Path, closed: str) -> None:
-    script = f'"$0" -m cubroker.cli "$@" {closed}'
-    arguments = [sys.executable, "devices", "--directory", str(directory)]
-    done = subprocess.run(
-        ["sh", "-c", script, *arguments], capture_output=True, text=True, timeout=DEADLINE, check=False
+def closed(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the standard streams closed that a shell's redirections name."""
+    script = f'"$0" -m cubroker.cli "$@" {streams}'
+    return subprocess.run(
+        ["sh", "-c", script, sys.executable, *arguments], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "<&- 2>&-"])
+def test_a_command_works_with_standard_streams_closed(directory: Path, streams: str) -> None:
+    done = closed(streams, "devices", "--directory", str(directory))
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("HOST-" in done.stdout) == (closed == "2>&-")
+    assert "HOST-" in done.stdout
+
+
+@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["devices", "ls --json", "ls --help"])
+def test_output_that_is_closed_is_a_failure_in_one_line(directory: Path, command: str, streams: str) -> None:
+    done = closed(streams, *command.split(), "--directory", str(directory))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    said = done.stderr.splitlines()
+    assert [line.endswith("Bad file descriptor") for line in said] == ([True] if streams == ">&-" else [])
 
 
 @pytest.mark.parametrize("lost", ["nobody reads it", "the disk is full"])
