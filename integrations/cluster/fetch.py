@@ -93,8 +93,8 @@ def fetch(
         name: the pool, at the sources and here.
         sources: the hosts that may have it, or fetch it at the same time: ``HOST``, ``HOST:PORT``, or a name that has
             many addresses. This host itself is left out.
-        version: which one, by its number at the first of these sources that has it; by default the current one. Other
-            sources are read from if they have the same bytes.
+        version: which one, by its number at the first of these sources that has published it; by default the current
+            one. Other sources are read from if they have the same bytes.
         directory: that of this host's broker; by default where clients find it.
         certificates: this host's folder of them; by default ``$CUBROKER_CERTIFICATES``, else ``/etc/cubroker/cluster``.
         devices: each gets a copy; by default the first one. Of a version that is sharded at the source, each gets all.

@@ -225,8 +225,8 @@ class SourceChoice:
         wanted = self._find(host, offers.offers)
         if wanted is None:
             event.source.leave()
-            none = NotFound(f"it has no {self._order.name} that this host may fetch")
-            host.put_off(None if host.distrusted or host.refused else none)  # the earlier error says more
+            # If there was an earlier error, it says more.
+            host.put_off(None if host.distrusted or host.refused else self._lacks(offers.offers))
             return
         if not self._candidates:
             now = time.monotonic()
@@ -237,15 +237,23 @@ class SourceChoice:
         """Return the version that a host is to open; None: it has none."""
         name, wanted = self._order.name, self._order.version
         if self._by_number:  # this host defines the content of the version, even if it has no room for a reader
-            self._content = next((o.content for o in offers if (o.name, o.version) == (name, wanted)), None)
-            part = any(_partial(offer) for offer in offers if (offer.name, offer.version) == (name, wanted))
-            has = any(offer.name == name for offer in offers) and not (part and wanted in host.refused)
-            return _Wanted(wanted, partial=part) if has else None
+            found = next((offer for offer in offers if (offer.name, offer.version) == (name, wanted)), None)
+            if found and _partial(found):
+                return None
+            self._content = found.content if found else None
+            return _Wanted(wanted) if any(offer.name == name for offer in offers) else None
         offer = host.pick(name, offers, self._content)
         if offer is None:
             return None
         number = 0 if offer.current and offer.content is None else offer.version
         return _Wanted(number, offer.content, partial=_partial(offer))
+
+    def _lacks(self, offers: Sequence[Offer]) -> NotFound:
+        """Return why a host with these offers has no version to open."""
+        name, wanted = self._order.name, self._order.version
+        if self._by_number and any((offer.name, offer.version) == (name, wanted) for offer in offers):
+            return NotFound(f"it has only a part of {name}@{wanted}, and may never publish that")
+        return NotFound(f"it has no {name} that this host may fetch")
 
     @property
     def _undecided(self) -> bool:

@@ -208,6 +208,24 @@ def full(hosts: Hosts, opened: ExportedVersion, found: bytes | None) -> dict[str
     return {"List": Offers((Offer(hosts.name, 7, LAYOUT.nbytes, 2, True, found),), 8, 8), "Open": opened}
 
 
+def test_the_number_of_a_version_that_may_never_be_published_defines_nothing(hosts: Hosts) -> None:
+    first, last = coming(hosts, version(PARTS, 9), 0xFF), hosts.host(version(PARTS, 5))
+    done = hosts.fetch(version=1)
+    assert (done.sources, first.asked(Open)) == ((str(last.address),), 0)
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+def test_a_number_that_only_a_coming_version_has_is_waited_for(hosts: Hosts) -> None:
+    opened = version(PARTS, 5)
+    liar = coming(hosts, opened, 0xFF)
+    with pytest.raises(NotFound, match=f"{liar.address}: it has only a part of {hosts.name}@1, and may never publish"):
+        hosts.fetch(version=1)
+    timer = threading.Timer(0.2, lambda: liar.opens(opened, hosts.name, 1))
+    timer.start()
+    assert hosts.fetch(version=1, wait=30.0).sources == (str(liar.address),)
+    timer.join()
+
+
 @pytest.mark.parametrize("late", ["List", "Open"])
 def test_a_number_is_that_of_the_first_source_also_if_that_is_slower_than_others(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, late: str
