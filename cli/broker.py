@@ -515,7 +515,7 @@ def _until(broker: Broker) -> str:
     broker.wait_draining(LOOK)  # the notice may still be on its way
     again = "until: cubroker drain --off"
     if broker.draining == ENDING:
-        return f"until it is started again, as {ENDING}; if its store stays, {again}"
+        return f"until another one takes its place: {ENDING}. With its store, that one lends nothing either, {again}"
     return again
 
 

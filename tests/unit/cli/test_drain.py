@@ -83,8 +83,9 @@ def test_a_broker_that_was_told_to_end_is_not_said_to_lend_again_before_it_is_st
             result = run("drain", "--wait", "0", "--directory", broker.directory)
         assert result.returncode == 1
         assert result.stderr == (
-            "cubroker: 1 client still held something after 0 s; the broker still lends nothing new, until it is started"
-            " again, as it was told to end; if its store stays, until: cubroker drain --off\n"
+            "cubroker: 1 client still held something after 0 s; the broker still lends nothing new, until another"
+            " one takes its place: it was told to end. With its store, that one lends nothing either, until: cubroker"
+            " drain --off\n"
         )
 
 
