@@ -339,9 +339,8 @@ def known_clients(clients: Sequence[ClientInfo], session: int) -> list[ClientInf
     A broker whose /proc hides other users (``ProtectProc=``) knows only the PIDs of their processes. A PID is looked up
     here if this process's own ``session`` has the same PID on both sides. A process that has a session has not ended.
     """
-    from cubroker.server.transport.unix_sockets import (
-        read_process,
-    )  # code of the broker, which a keeper never loads
+    # Imported here, since a keeper never loads code of the broker.
+    from cubroker.server.transport.unix_sockets import read_process
 
     own = next((client for client in clients if client.session == session), None)
     if own is None or own.pid != os.getpid():
