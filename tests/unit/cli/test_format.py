@@ -120,6 +120,17 @@ def test_output_that_is_closed_is_a_failure_in_one_line(directory: Path, command
     assert [line.endswith("Bad file descriptor") for line in said] == ([True] if streams == ">&-" else [])
 
 
+def test_the_children_of_a_command_have_all_standard_streams() -> None:
+    child = "import os; assert all(os.fstat(number) for number in range(3))"
+    program = (
+        "import subprocess, sys; from cubroker.cli import main\n"
+        f"main._open_streams(); sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    )
+    script = ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, program]
+    done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("lost", ["nobody reads it", "the disk is full"])
 def test_remarks_that_cannot_be_written_change_nothing(directory: Path, tmp_path: Path, name: str, lost: str) -> None:
     path = checkpoints.write(tmp_path / "x.safetensors", checkpoints.filled([("x", "U8", (5,))]))

@@ -312,6 +312,21 @@ def test_two_tensors_for_one_name_have_to_be_the_same(client: Broker, tmp_path: 
         attach_model(empty("LlavaForConditionalGeneration", LLAVA), pool)
 
 
+QWEN2_VL = {
+    "text_config": {**LLAMA, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+    "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4},
+}
+
+
+def test_a_rule_for_older_names_does_not_hide_a_name_of_today(client: Broker) -> None:
+    of_head, of_base = "model.visual.blocks.0.attn.proj.bias", "visual.blocks.0.attn.proj.bias"
+    client.publish("m", made("Qwen2VLForConditionalGeneration", QWEN2_VL).state_dict())
+    with client.attach("m") as pool:
+        model = attach_model(empty("Qwen2VLModel", QWEN2_VL), pool, strict=False)
+        assert model.get_parameter(of_base).data_ptr() == pool[of_head].pointer
+        del model
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_embed_with_shared_weights_exactly_as_with_the_file(minilm: Path) -> None:

@@ -210,13 +210,17 @@ def test_a_host_is_tried_at_each_of_its_addresses(certificates: Certificates, mo
             assert this.user == "root"
 
 
-@pytest.mark.usefixtures("localhost")
-def test_each_address_that_fails_is_named_with_its_reason(certificates: Certificates, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [(ELSEWHERE, HOST), (HOST, ELSEWHERE)], ids=["refused first", "distrusted first"])
+def test_each_address_that_fails_is_named_with_its_reason(
+    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(connection, "_look_up", lambda _: list(order))
     with lying(Certificates(tmp_path).host) as stranger:
         there = PeerAddress("localhost", stranger.address.port)
         with pytest.raises(Denied) as caught:
             PeerConnection(there, certificates.host)
-    refused, distrusted = caught.value.message.split("; ")
+    refused, distrusted = sorted(caught.value.message.split("; "), key=lambda said: "no exporter" not in said)
+    assert caught.value.message == "; ".join((refused, distrusted) if order[0] == ELSEWHERE else (distrusted, refused))
     assert refused == f"no exporter answers at {there._replace(ip=ELSEWHERE)}: Connection refused"
     assert distrusted.startswith(f"{there._replace(ip=HOST)} is not trusted as an exporter of this cluster: ")
 
