@@ -405,7 +405,7 @@ class MulticastMapping:
             return before
         try:
             return self._bind(before, offer)
-        except DriverError:
+        except BaseException:
             self.space.sleep()
             raise
 

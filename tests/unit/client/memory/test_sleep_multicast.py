@@ -8,7 +8,8 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.driver import DriverError, MulticastOff, Window
-from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, Retired, Unavailable, Unsupported
+from cubroker.protocol import Layout
+from cubroker.protocol.errors import DeviceFailure, Invalid, NotFound, OutOfMemory, Retired, Unavailable, Unsupported
 from tests.brokers import eventually, serving
 from tests.unit.client.conftest import leases
 from tests.unit.client.memory.test_broadcast import OPTIONS, TENSORS, client, heard, make, place, text
@@ -142,6 +143,34 @@ def test_a_window_that_cannot_be_mapped_again_leaves_the_pool_asleep(
         assert pool.multicast_pointer("odd") == where
         pool.broadcast(text("odd", 5), "odd")
         assert heard(near, "odd") == [text("odd", 5)] * 3
+
+
+def test_a_window_for_which_there_is_no_memory_leaves_nothing_mapped(
+    near: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.pack([("a", "U8", (4096,)), ("b", "U8", (4096,))], slab=4096)
+    with near.create("x", layout, devices=(0, 1), share="multicast", writable=True) as draft:
+        draft.seal()
+    with near.attach("x", device=0) as pool:
+        where, plain, mapped = pool.multicast_pointer("b"), Window.map, list[Window]()
+        pool.sleep()
+        before = regions()
+
+        def fail(window: Window, source: int, *, readonly: bool = False) -> None:
+            if mapped:
+                raise MemoryError
+            plain(window, source, readonly=readonly)
+            mapped.append(window)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Window, "map", fail)
+            with pytest.raises(OutOfMemory):
+                pool.wake()
+        assert mapped
+        assert pool.asleep
+        assert regions() <= before
+        pool.wake()
+        assert pool.multicast_pointer("b") == where
 
 
 def test_objects_that_were_made_anew_are_mapped_where_the_old_ones_were(near: Broker) -> None:
