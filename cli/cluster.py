@@ -287,7 +287,10 @@ def _follow(
         if meter:
             meter.fetched(fetched)
         notify(sd_notify.status(f"{fetched.name}@{fetched.version}, from {', '.join(fetched.sources)}"))
-        _tell(fetched, as_json=as_json)
+        try:
+            _tell(fetched, as_json=as_json)
+        except CubrokerError as error:  # a service does not end because its output is lost
+            format.complain(format.reason(error))
 
 
 def _tell(fetched: Fetched, *, as_json: bool) -> None:

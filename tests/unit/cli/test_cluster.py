@@ -356,6 +356,19 @@ def figures(port: int) -> dict[str, float]:
     return {key: float(value) for key, _, value in (line.rpartition(" ") for line in lines)}
 
 
+def test_a_follower_goes_on_where_its_output_cannot_be_written() -> None:
+    program = (
+        "import sys; from cubroker.cli import cluster, main\n"
+        "from cubroker.integrations.cluster.messages import Fetched\n"
+        "versions = (Fetched('m', number, 1, 1, 1.0, 1.0, ('gpu-1',), fetched=True) for number in (1, 2))\n"
+        "cluster.follow = lambda *_, **__: versions\n"
+        "sys.argv = ['cubroker', 'fetch', 'm', '--follow', '--from', 'gpu-1']; main.main()"
+    )
+    script = ["sh", "-c", '"$0" -c "$1" >&-', sys.executable, program]
+    done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stderr) == (0, "cubroker: cannot write the output: Bad file descriptor\n" * 2)
+
+
 @pytest.mark.slow
 def test_figures_and_a_reload_of_services_that_export_and_follow(
     certificates: Certificates,
