@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -416,7 +416,7 @@ def bind(model: Model, pool: Pool, *, strict: bool = True, accepts: Collection[s
     _refuse_differences(model, pool, manifest, modules, own, strict=strict)
     _refuse_names(model, pool, manifest, modules, own, accepts)
     kinds = {entry.name: _kind_of(entry, own.get(entry.name), pool) for entry in manifest.entries}
-    made = list(_tensors(manifest, pool))
+    made = list(_tensors(manifest.entries, pool))
     objects: dict[int, torch.Tensor] = {}
     for entry, tensor in zip(manifest.entries, made, strict=True):
         before = own.get(entry.name)
@@ -508,12 +508,12 @@ def _kind_of(entry: Entry, own: _Found | None, pool: Pool) -> type[nn.Parameter]
     )
 
 
-def _tensors(manifest: Manifest, pool: Pool) -> Iterator[torch.Tensor]:
+def _tensors(entries: Iterable[Entry], pool: Pool) -> Iterator[torch.Tensor]:
     """Yield the tensor of each entry: a view of the pool, or of a private copy that all views of that memory share."""
     state = state_dict(pool)
     device = state[MANIFEST].device
     storages: dict[tuple[str, bool, bool], torch.UntypedStorage] = {}
-    for entry in manifest.entries:
+    for entry in entries:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise Invalid(f"{entry.name!r} of runtime pool {pool.name!r} has dtype {entry.dtype}, which torch lacks")
@@ -621,14 +621,15 @@ def switch(
                 f" version {pool.version}, which stays: {difference(other, manifest)}; bind it to a new module"
             )
         now = {found.name: found.tensor for found in _found(model)}
-        # The copies are made first: if there is no memory for them, the module keeps all of its version.
-        constants = [
-            (now[entry.name], tensor)
-            for entry, tensor in zip(manifest.entries, _tensors(manifest, target), strict=True)
+        entries = [
+            entry
+            for entry in manifest.entries
             if entry.name in now and (entry.constant or (entry.host and not entry.private))
         ]
+        # The copies are made first: if there is no memory for them, the module keeps all of its version.
+        made = list(_tensors(entries, target))
         pool.switch(target.version)
     with torch.no_grad():
-        for mine, tensor in constants:
-            mine.copy_(tensor)
+        for entry, tensor in zip(entries, made, strict=True):
+            now[entry.name].copy_(tensor)
     return pool.version

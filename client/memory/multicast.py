@@ -23,6 +23,7 @@ from weakref import ref
 from cubroker.client import devices
 from cubroker.client.memory.mapping import AddressSpace, DeviceMapping, LeasedMemory, Source, TensorUse
 from cubroker.client.session import ClientSession
+from cubroker.client.transport.connection import Shortage, try_memory
 from cubroker.client.transport.requests import UNWANTED, Future
 from cubroker.driver import Context, DriverError, Window
 from cubroker.driver.multicast import PIECE, unavailable
@@ -157,8 +158,9 @@ class AbandonableCall:
         """Make the call, and return True once it has returned, or raise its error; False if it was given up."""
         thread = Thread(target=self._run, name="cubroker-call", daemon=True)
         try:
+            try_memory(1)  # Thread.start() waits for ever for a thread without memory to run in
             thread.start()
-        except RuntimeError:  # threads have run out
+        except (RuntimeError, Shortage):  # threads, or the memory for them, have run out
             self._run()
         try:
             error = self._over.result()

@@ -474,8 +474,9 @@ def version_number(version: int | None) -> int:
 
 
 def flag(value: bool, what: str) -> bool:
-    """Return a flag as requests carry it; raises ``Invalid`` unless it is true or false, of Python or of numpy."""
-    if isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__.startswith("bool")):
+    """Return a flag as requests carry it; raises ``Invalid`` unless it equals True or False, as 1 and numpy's do."""
+    of_numpy = type(value).__module__ == "numpy" and type(value).__name__.startswith("bool")
+    if (isinstance(value, int) or of_numpy) and value in (False, True):
         return bool(value)
     raise Invalid(f"{what}={value!r:.60} is neither True nor False; pass one of these, or leave it out")
 

@@ -318,7 +318,7 @@ FLAGS: list[tuple[str, Callable[[Broker, str, Any], object]]] = [
 
 
 @pytest.mark.parametrize(("flag", "call"), FLAGS, ids=[f"{number}-{flag}" for number, (flag, _) in enumerate(FLAGS)])
-@pytest.mark.parametrize("value", [1, "no"], ids=repr)
+@pytest.mark.parametrize("value", [2, "no"], ids=repr)
 def test_a_flag_is_true_or_false(
     client: Broker, name: str, flag: str, call: Callable[[Broker, str, Any], object], value: object
 ) -> None:
@@ -328,8 +328,8 @@ def test_a_flag_is_true_or_false(
     assert caught.value.message == f"{flag}={value!r} is neither True nor False; pass one of these, or leave it out"
 
 
-def test_a_flag_of_numpy_is_one(client: Broker, name: str) -> None:
-    with client.create(name, LAYOUT, writable=np.True_, durable=np.False_) as draft:
+def test_what_equals_true_or_false_is_a_flag(client: Broker, name: str) -> None:
+    with client.create(name, LAYOUT, writable=np.True_, durable=0) as draft:
         assert draft.seal(digest=np.False_) == 1
     with client.attach(name, unsealed=np.False_) as pool:
         assert pool.writable

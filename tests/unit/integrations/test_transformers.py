@@ -299,6 +299,15 @@ def test_a_checkpoint_fits_by_the_names_that_transformers_has_today(client: Brok
         del model
 
 
+def test_a_module_around_a_model_has_no_other_names(client: Broker, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        outer = nn.ModuleDict({"inner": fresh("LlavaForConditionalGeneration", LLAVA)})
+    made("LlavaForConditionalGeneration", LLAVA).save_pretrained(tmp_path)
+    load(client, "m", tmp_path)
+    with client.attach("m") as pool, pytest.raises(Invalid, match=r"does not fit ModuleDict .*missing in the pool"):
+        attach_model(outer, pool)
+
+
 def test_two_tensors_for_one_name_have_to_be_the_same(client: Broker, tmp_path: Path) -> None:
     older, today = "language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight"
     made("LlavaForConditionalGeneration", LLAVA).save_pretrained(tmp_path)

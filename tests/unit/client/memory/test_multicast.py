@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -155,3 +157,25 @@ def test_where_threads_have_run_out_the_call_is_made_here(monkeypatch: pytest.Mo
     monkeypatch.setattr(threading.Thread, "start", start)
     assert AbandonableCall(lambda: done.append(threading.current_thread())).run()
     assert done == [threading.current_thread()]
+
+
+WITHOUT_MEMORY = """
+import resource
+from pathlib import Path
+from threading import current_thread, main_thread
+
+from cubroker.client.memory.multicast import AbandonableCall
+
+done = []
+call = AbandonableCall(lambda: done.append(current_thread()))
+stack = 8 << 20
+resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+pages = int(Path("/proc/self/statm").read_text().split()[0]) + 3
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + stack,) * 2)
+assert call.run()
+assert done == [main_thread()]
+"""
+
+
+def test_where_a_thread_has_no_memory_beyond_its_stack_the_call_is_made_here() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], check=True, timeout=60)

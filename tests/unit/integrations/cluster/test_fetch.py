@@ -281,7 +281,7 @@ def test_without_nixl_the_extra_is_named(
         ({"share": ...}, Invalid, "an argument of this fetch is of another type"),
         ({"devices": b"ab"}, Invalid, "devices is b'ab', and no list"),
         ({"durable": "no"}, Invalid, "durable='no' is neither True nor False"),
-        ({"if_absent": 1}, Invalid, "if_absent=1 is neither True nor False"),
+        ({"if_absent": 2}, Invalid, "if_absent=2 is neither True nor False"),
         ({"patience": "5"}, Invalid, r"of another type: .*float.*\$\.patience"),
         ({"directory": "/tmp/\udcff"}, Invalid, r"'/tmp/\\udcff' is not UTF-8"),
         ({"certificates": "/nonexistent"}, NotFound, r"there is no /nonexistent/ca\.pem"),
