@@ -275,11 +275,12 @@ def tell(tables: Tables, session: Session, body: messages.Tell) -> messages.Stor
     else:
         fields.check_pool_name(body.pool)
         pool = tables.pools.get(body.pool) or tables.past_pools.get(body.pool)
-        if pool is None or not can_read_history(tables, session, pool):
-            if pool is not None and pool.owner is not None:
-                raise Denied(
-                    f"user {session.uid} may not read the events of {body.pool}; ask its owner for a mode that lets you"
-                )
+        readable = pool is not None and can_read_history(tables, session, pool)
+        if pool is not None and pool.owner is not None and not readable:
+            raise Denied(
+                f"user {session.uid} may not read the events of {body.pool}; ask its owner for a mode that lets you"
+            )
+        if pool is None or not readable or not pool.log:
             hint = error_text.near(tables, session, body.pool) or "`cubroker ls` lists those that there are"
             raise NotFound(f"nothing is known of a pool {body.pool}; {hint}")
         log = pool.log

@@ -221,6 +221,13 @@ def test_of_the_unknown_nothing_is_told(logged: Story) -> None:
     logged << refused(1, 3, "not_found", "session 9")
 
 
+def test_a_name_that_is_only_watched_has_no_events(logged: Story) -> None:
+    logged.joins(3, uid=ADMIN)
+    logged.quietly(asks(1, 1, m.Watch("a", on=True)))
+    logged >> asks(3, 2, m.Tell("a", 0))
+    logged << refused(3, 2, "not_found", "a pool a")
+
+
 def test_only_so_many_ended_pools_and_sessions_are_remembered(logged: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MAX_PAST_LOGS", 1)
     logged.joins(3, 4)
