@@ -16,7 +16,8 @@ from tests.unit.server.monitoring import scenes
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/cubroker.json").read_text())
-TABLE = re.findall(r"^\| `(\w+)` \| (.*?) ?\| ", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+PAGE = (ROOT / "docs/metrics.md").read_text()
+TABLE = re.findall(r"^\| `(\w+)` \| (.*?) ?\| ", PAGE, re.MULTILINE)
 ADDED = {"instance", "le"}
 """Labels that Prometheus adds, and that of a histogram's buckets."""
 
@@ -25,13 +26,17 @@ AGGREGATED = re.compile(r"\b(sum|max)\b")
 """What makes one line of several hosts."""
 
 
-def exposed() -> dict[str, set[str]]:
-    """The labels of every sample of a broker with everything."""
+def exposed(*, everything: bool = True) -> dict[str, set[str]]:
+    """The labels of every sample of a broker, with everything or with what strangers may know."""
     meters = BrokerCounters()
     meters.request_answered("Attach", 0.1, "timeout")
     meters.turned_away("denied")
     meters.gateway_changed()
-    text = MetricsWriter(meters.registry).text(scenes.view(2, 5), BrokerGauges(1, 2, 3, {4001: 5})).decode()
+    text = (
+        MetricsWriter(meters.registry, everything=everything)
+        .text(scenes.view(2, 5), BrokerGauges(1, 2, 3, {4001: 5}))
+        .decode()
+    )
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -77,6 +82,13 @@ def test_the_table_of_metrics_has_those_that_there_are_with_their_labels() -> No
         if name.startswith("cubroker_"):
             found.setdefault(re.sub(r"_(sum|count|bucket)$", "", name), set()).update(labels - {"le"})
     assert told == found
+
+
+def test_the_page_says_which_metrics_strangers_get() -> None:
+    (told,) = re.findall(r"^Of these, readers without the token get only(.*?)\.$", PAGE, re.MULTILINE | re.DOTALL)
+    prefixes = tuple(re.findall(r"`(\w+)`", told))
+    ours = {name for name, _ in TABLE if name.startswith(prefixes)}
+    assert exposed(everything=False).keys() == ours
 
 
 def test_panels_do_not_cover_each_other_and_have_numbers_of_their_own() -> None:
