@@ -559,7 +559,8 @@ class Broker(Reconnecting):
         It drains until it is told to lend again, with a store even if the broker is restarted. Leases stay valid.
 
         Raises:
-            Denied: this user neither runs the broker nor is root.
+            Denied: this user does not administer the broker: it neither runs the broker, nor is root, nor is in its
+                setting ``admins``.
         """
         yield from self._session.ask(messages.Drain(flag(on, "on")), messages.Done)
 
