@@ -28,9 +28,9 @@ Arrays = Mapping[str, HostArray | DeviceArray]
 class Draft(Pool):
     """The tensors of an unpublished version, which may be written: those of its first device, as a mapping.
 
-    Leaving it without :meth:`seal` discards it. Its tensors end with it, sealed or discarded; arrays
-    and framework tensors made from them must be dropped before a seal, and delay a discard. A draft that is sealed in
-    place becomes a :class:`Pool` of the published version.
+    Leaving it without :meth:`seal` discards it. Its tensors end with it, sealed or discarded. Arrays and framework
+    tensors made from them must be dropped before a seal. If any are left at a discard, the draft ends only when they
+    and its tensors are gone. A draft that is sealed in place becomes a :class:`Pool` of the published version.
 
     Attributes:
         replicas: the tensors on each device, in the order in which the devices were given.

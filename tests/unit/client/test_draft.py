@@ -93,12 +93,15 @@ def test_a_seal_names_a_few_of_many(client: Broker, name: str) -> None:
         arrays.clear()
 
 
-def test_an_array_delays_a_discard(client: Broker, name: str) -> None:
+def test_an_array_delays_a_discard_until_the_tensors_are_gone_too(client: Broker, name: str) -> None:
     with client.create(name, LAYOUT) as draft:
-        array = draft["weight"].numpy()
+        tensor = draft["weight"]
+        array = tensor.numpy()
     array[:] = 1
-    assert [info.state for info in client.pools() if info.name == name] == ["draft"]
     del array
+    assert tensor.tobytes()[:4] != bytes(4)
+    assert [info.state for info in client.pools() if info.name == name] == ["draft"]
+    del tensor
     eventually(lambda: not [info for info in client.pools() if info.name == name], "the end of the draft")
 
 
