@@ -119,7 +119,7 @@ class Broker(Reconnecting):
 
         Raises:
             NotFound: no such pool, version or device.
-            Retired: the version was retired, or given up by its writer.
+            Retired: the version was retired, its writer gave it up, or it was superseded and has ended.
             Denied: the pool's mode keeps this user from reading it, or will after the seal; or it is not ``owner``'s.
             Unsupported: an owner or a draft is requested, and the broker is too old for that; or the draft will be
                 writable by its readers; or it is another user's ``ipc`` draft, which readers could write.
@@ -196,7 +196,7 @@ class Broker(Reconnecting):
         Raises:
             Invalid: the plan does not fit the layout or the devices.
             NotFound: no such device.
-            Exists: another session is writing a version of the pool.
+            Exists: a version of the pool is being written.
             Denied: the pool is another user's, whose mode keeps this one from writing.
             OverBudget: there is no room on a device.
             OverQuota: this user has used up its quota.

@@ -327,6 +327,7 @@ class Pool(Replica, Closeable):
             Invalid: the pool is published and not writable; its memory is on another device than the one that uses it
                 here; the source does not fit; or the pool is closed.
             DeviceFailure: the driver refused; some replicas may have the bytes.
+            KeyError: the pool has no such tensor.
             TimedOut, Unavailable: the replicas were not bound together again; nothing was stored.
         """
         self._owner.check()
@@ -350,7 +351,7 @@ class Pool(Replica, Closeable):
         Raises:
             Unsupported: the pool is not shared as ``multicast``, or is written by copies, or this process cannot use
                 multicast.
-            Invalid, TimedOut, Unavailable: as :meth:`broadcast`.
+            Invalid, KeyError, TimedOut, Unavailable: as :meth:`broadcast`.
         """
         self._owner.check()
         multicast, spec = self._multicast(), self._spec(name)

@@ -33,13 +33,13 @@ class CubrokerError(Exception):
 
 
 class NotFound(CubrokerError):
-    """The pool, version, lease, device or tensor does not exist."""
+    """A pool, version, lease, event, device or file does not exist. An unknown name of a tensor is a ``KeyError``."""
 
     code = "not_found"
 
 
 class Exists(CubrokerError):
-    """The name is taken: another client is writing a version of this pool."""
+    """The name is taken: a version of this pool is being written, or an event or a certificate has the name."""
 
     code = "exists"
 
@@ -69,7 +69,7 @@ class OutOfMemory(CubrokerError):
 
 
 class Unsupported(CubrokerError):
-    """This build, driver or device does not support the request."""
+    """The release of one side, the driver, the device or the share kind does not support the request."""
 
     code = "unsupported"
 
@@ -81,7 +81,7 @@ class Invalid(CubrokerError):
 
 
 class Retired(CubrokerError):
-    """The version was retired: its leases stay, and no new ones are granted."""
+    """The version was retired or given up, or has ended: no new leases on it are granted. Those that exist stay."""
 
     code = "retired"
 
