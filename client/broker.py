@@ -318,7 +318,9 @@ class Broker(Reconnecting):
 
     @blocking
     def retire(self, name: str, version: int | None = None) -> Steps[messages.Retirement]:
-        """Take a version out of service; by default the current one. Its holders keep it.
+        """Take a version out of service, by default the current one; return its number, and how many leases it has.
+
+        Their holders keep the version.
 
         Raises:
             NotFound: no such pool or version.
@@ -471,7 +473,7 @@ class Broker(Reconnecting):
 
     @blocking
     def devices(self) -> Steps[tuple[DeviceInfo, ...]]:
-        """Return every device of the broker, with its free memory; the ordinals are the broker's."""
+        """Return every device of the broker, with its budget and how much is in use; ordinals are the broker's."""
         return (yield from self._session.ask(messages.ListDevices(), messages.DeviceList)).devices
 
     @blocking
