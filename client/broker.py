@@ -295,7 +295,8 @@ class Broker(Reconnecting):
                 version. Tensors that ``source`` lacks stay as in the base, as do devices, plan, share and durability.
 
         Raises:
-            Unsupported: the base is ``multicast`` or writable by its readers, or the broker is too old to share memory.
+            Unsupported: the base is ``multicast`` or writable by its readers, or has another share kind or durability
+                than ``share`` and ``durable`` say; or the broker is too old to share memory.
             Invalid: there are no tensors; an array, which the text names, cannot be read here (sparse, quantized, on
                 the meta device, of a type that pools lack); the pool that is the base falls asleep or is switched
                 during the call; or as :meth:`create`.
