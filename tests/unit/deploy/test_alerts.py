@@ -45,6 +45,7 @@ def test_an_alert_asks_for_metrics_and_labels_that_there_are(rule: dict[str, Any
 
 def test_the_page_has_a_section_for_each_alert_and_the_alert_its_address() -> None:
     assert sorted(re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)) == sorted(map(name_of, RULES))
+    assert f"SUCCESS: {len(RULES)} rules found" in PAGE
     for rule in RULES:
         assert rule["annotations"]["page"] == f"docs/alerts.md#{name_of(rule).lower()}"
         assert f"| {rule['labels']['severity']} |" in PAGE
