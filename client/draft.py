@@ -235,7 +235,7 @@ def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArra
         if not isinstance(name, str):
             raise Invalid(f"the name of a tensor has to be a str, and {name!r} is none")
         try:
-            arrays[name] = described(array, context_of)
+            arrays[str.__str__(name)] = described(array, context_of)  # layouts cannot carry a subclass of str
         except (Invalid, Unsupported) as error:
             raise type(error)(f"cannot publish {name!r}: {error.message}") from error
     return arrays

@@ -183,10 +183,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return f"its allocation {number} has {one} bytes, and not {two}"
 
     def encode(self) -> bytes:
-        """Return the layout as it travels; raises ``Invalid`` if it is too large for that."""
+        """Return the layout as it travels; raises ``Invalid`` if it is too large, or a field cannot be sent."""
         try:
             data = encode(self)
-        except (UnicodeEncodeError, OverflowError) as error:
+        except (TypeError, UnicodeEncodeError, OverflowError) as error:
             raise Invalid(f"a Layout that cannot be sent: {error}") from None
         if len(data) > MAX_ENCODED:
             raise Invalid(
@@ -376,7 +376,10 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
 
 
 def triples(tensors: Tensors) -> Iterator[tuple[str, object, Shape]]:
-    """Yield the name, the dtype and the shape of each tensor; raises ``Invalid`` where one has another form."""
+    """Yield the name, the dtype and the shape of each tensor; raises ``Invalid`` where one has another form.
+
+    Names are plain texts: a subclass of ``str``, such as numpy's, cannot be sent.
+    """
     if isinstance(tensors, Mapping):
         given: Iterable[Sequence[Any]] = ((name, *_elements(form)) for name, form in tensors.items())
     else:
@@ -388,7 +391,7 @@ def triples(tensors: Tensors) -> Iterator[tuple[str, object, Shape]]:
                 f"tensor {what} of the layout has no name, dtype and shape: pass (name, dtype, shape), or a mapping of"
                 f" names to (dtype, shape); publish() takes tensors as they are, with their elements"
             )
-        yield each[0], each[1], each[2]
+        yield str.__str__(each[0]), each[1], each[2]
 
 
 def _elements(given: object) -> Sequence[Any]:

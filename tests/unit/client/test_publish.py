@@ -90,6 +90,19 @@ def test_what_is_published_is_the_pool_s_next_version(client: Broker, name: str)
         assert (pool.version, pool["x"].numpy().tolist()) == (3, [2, 2, 2])
 
 
+def test_names_of_a_subclass_of_text_are_published_and_spoil_no_later_publication(client: Broker, name: str) -> None:
+    named = np.array(["former", "latter"])
+    assert client.publish(name, dict.fromkeys(named, VALUES)) == 1
+    assert client.publish(name, dict.fromkeys(named.tolist(), VALUES)) == 2
+    assert client.publish(name, {named[1]: VALUES + 1, named[0]: VALUES}, base=name) == 3
+    with client.attach(name) as pool:
+        assert list(pool) == ["former", "latter"]
+        assert pool["latter"].numpy().tolist() == (VALUES + 1).tolist()
+    with client.create(name, [(named[0], "F32", (2,))]) as draft:
+        assert [type(each) for each in draft] == [str]
+        assert draft.seal() == 4
+
+
 class Exports:
     """An array of a library that has DLPack and nothing else."""
 

@@ -304,6 +304,7 @@ A_AND_B = [("a", "U8", (1,)), ("b", "U8", (1,))]
         (lambda: Layout.pack(A_AND_B, tied={"b": "a"}, groups={"a": 0, "b": 1}), "'b' cannot be 'a' by another name"),
         (lambda: Layout.pack(A_AND_B, tied={"c": "a"}), "no tensor 'c' to be tied"),
         (lambda: Layout.pack([("\ud800", "U8", (1,))]).encode(), "cannot be sent"),
+        (lambda: Layout((TensorSpec(np.str_("x"), "U8", (), 0, 0),), (256,)).encode(), "cannot be sent: .*str_"),
         (lambda: Layout.pack([(f"{i:0300}", "U8", ()) for i in range(50_000)]).encode(), "50000 tensors takes"),
     ],
 )
