@@ -27,7 +27,6 @@ from cubroker.driver import Context
 from cubroker.driver.buffers import address, differ
 from cubroker.driver.kernels import Segment
 from cubroker.protocol.layout import ALIGNMENT, Layout, TensorSpec, round_up
-from cubroker.protocol.layout import nbytes as size_of
 
 PIECE = 16
 """The address of bytes that a device digests must be a multiple of this."""
@@ -201,11 +200,10 @@ class _Made:
             if group not in numbers:
                 numbers[group] = len(self.sizes)
                 self._add(0, group)
-            number, nbytes = numbers[group], size_of(dtype, shape)
-            first = firsts.setdefault(
-                (group, dtype, shape, key) if nbytes else name,
-                TensorSpec(name, dtype, shape, number, self.sizes[number]),
-            )
+            number = numbers[group]
+            placed = TensorSpec(name, dtype, shape, number, self.sizes[number])
+            nbytes = placed.nbytes
+            first = firsts.setdefault((group, dtype, shape, key) if nbytes else name, placed)
             self.moved[name] = msgspec.structs.replace(first, name=name)
             if first.name == name:
                 self.sizes[number] += round_up(nbytes, ALIGNMENT)

@@ -29,7 +29,7 @@ from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.buffers import address
 from cubroker.driver.kernels import Segment
 from cubroker.protocol.errors import Invalid
-from cubroker.protocol.layout import Layout, TensorSpec
+from cubroker.protocol.layout import Layout, TensorSpec, form
 
 _Placed = tuple[str, TensorSpec, int]
 """An array by name, its place, and its bytes."""
@@ -114,13 +114,13 @@ class Sources:
             The layout, and the sources of its new allocations.
 
         Raises:
-            Invalid: a limit is exceeded, or the base was given back during the call.
+            Invalid: a type is one that pools lack, a limit is exceeded, or the base was given back during the call.
             OutOfMemory, DeviceFailure: the driver refused.
         """
         with doing(f"comparing tensors with those of {base!r}"):
             arrays = differing(self._arrays, base)
         changes = {
-            name: Change(array.dtype, array.shape, array.place, _home(array, devices) if homes else None)
+            name: Change(*form(name, array.dtype, array.shape), array.place, _home(array, devices) if homes else None)
             for name, array in arrays.items()
         }
         laid_out = updated(base.layout, homes or (None,) * len(base.layout.allocations), changes)

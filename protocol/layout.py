@@ -109,7 +109,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         ties = tied or {}
         firsts: dict[str, tuple[TensorSpec, Hashable]] = {}
         for name, given, dimensions in triples(tensors):
-            dtype, shape = _form(name, given, dimensions)
+            dtype, shape = form(name, given, dimensions)
             size = round_up(_nbytes(name, dtype, shape), ALIGNMENT)
             group = None if groups is None else _group(groups, name)
             if name in ties:
@@ -401,8 +401,12 @@ def _elements(given: object) -> Sequence[Any]:
     return given if isinstance(given, Sequence) and given and not isinstance(given, str | bytes) else (given,)
 
 
-def _form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, ...]]:
-    """Return the key of a dtype, and a shape of any integers, such as numpy's, as plain ints in single elements."""
+def form(name: str, dtype: object, dimensions: Shape) -> tuple[str, tuple[int, ...]]:
+    """Return the key of a dtype, and a shape of any integers, such as numpy's, as plain ints in single elements.
+
+    Raises:
+        Invalid: the dtype is unknown, or of the other byte order, or the shape is none; the text names the tensor.
+    """
     try:
         known, together = dtype_named(dtype)
     except Invalid as error:

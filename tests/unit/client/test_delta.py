@@ -255,6 +255,23 @@ def test_what_a_base_cannot_be_is_refused(
     assert not leases(client, name)
 
 
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.zeros(2, complex), "tensor 'a': unknown dtype 'complex128'; known are"),
+        (np.zeros(2, ">f4"), r"tensor 'a': the dtype '>f4' is big-endian, .* with a\.astype\("),
+        (np.zeros((1,) * 33, np.uint8), "tensor 'a': a shape of rank 33"),
+        (torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "tensor 'a': a F4 tensor .* takes 4 bits"),
+    ],
+)
+def test_what_an_update_cannot_hold_is_refused_by_its_name(client: Broker, name: str, array: object, says: str) -> None:
+    client.publish(name, model(), share="vmm")
+    with pytest.raises(Invalid, match=says):
+        client.publish(name, {"a": array, "b": filled(1)}, base=name)
+    assert held(client, name) == {1: (8 * MIB, 0)}
+    assert not leases(client, name)
+
+
 def test_a_base_is_this_brokers_and_open(client: Broker, name: str) -> None:
     client.publish(name, model(), share="vmm")
     with serving() as elsewhere, Broker(elsewhere.directory) as other:
