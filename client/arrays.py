@@ -204,7 +204,8 @@ def _memory(pointer: int, nbytes: int, keeper: object) -> memoryview:
 def _is_dlpack_alone(array: Any) -> bool:
     """Whether DLPack is the only protocol of an array; numpy lacks types that DLPack has."""
     others = ("__array__", "__array_interface__", "__buffer__")
-    return hasattr(array, "__dlpack__") and not any(hasattr(array, each) for each in others)
+    both = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    return both and not any(hasattr(array, each) for each in others)
 
 
 def _is_on_gpu(array: Any) -> bool:
@@ -290,7 +291,7 @@ def _borrow(array: Any, stream: int | None = None) -> _Borrowed:
         stream: for an array on a GPU, the handle of a stream of that GPU, which then waits for the array's elements.
 
     Raises:
-        BufferError: pools have no such element type.
+        BufferError: pools have no such element type; or the capsule cannot be read, or has no memory.
     """
     asked: dict[str, object] = {} if stream is None else {"stream": stream}
     try:
@@ -298,10 +299,15 @@ def _borrow(array: Any, stream: int | None = None) -> _Borrowed:
     except TypeError:  # of a library that knows no DLPack 1.0
         capsule = array.__dlpack__(**asked)
     if _is_valid(capsule, b"dltensor_versioned"):
-        tensor = versioned_struct(capsule).tensor
+        managed = versioned_struct(capsule)
+        if managed.major != 1:
+            raise BufferError(f"its capsule is of version {managed.major} of DLPack, and only version 1 can be read")
+        tensor = managed.tensor
     else:
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
-    kind, rank = tensor.dtype, tensor.ndim
+    kind, rank, device = tensor.dtype, tensor.ndim, tensor.device.type
+    if device not in (_ON_HOST if stream is None else _ON_GPU):
+        raise BufferError(f"its capsule is on a device of type {device}, and its __dlpack_device__() is another")
     dtype = _DTYPES_BY_CODE.get((kind.code, kind.bits))
     if dtype is None or kind.lanes != lanes(dtype) or (BITS[dtype] % 8 and lanes(dtype) == 1):
         raise BufferError(f"its elements are {kind.lanes} of {kind.bits} bits of DLPack's type {kind.code}")
@@ -310,6 +316,8 @@ def _borrow(array: Any, stream: int | None = None) -> _Borrowed:
         strides = tuple((ctypes.c_int64 * rank).from_address(tensor.strides))
     else:
         strides = tuple(math.prod(extent[place + 1 :]) for place in range(rank))
+    if tensor.data is None and 0 not in extent:
+        raise BufferError("its capsule has no memory")
     return _Borrowed(dtype, extent, strides, (tensor.data or 0) + tensor.byte_offset, capsule)
 
 

@@ -128,6 +128,29 @@ def exported(tensor: torch.Tensor) -> Exports:
     return Exports(lambda max_version: tensor.__dlpack__(max_version=max_version))
 
 
+def altered(change: Callable[[Any], None], shape: tuple[int, ...] = (4, 6)) -> Exports:
+    """An array whose capsule, of DLPack 1.0, was changed."""
+
+    def capsule(max_version: tuple[int, int]) -> object:
+        made = np.zeros(shape, np.float32).__dlpack__(max_version=max_version)
+        change(versioned_struct(made))
+        return made
+
+    return Exports(capsule)
+
+
+def of_version_2(struct: Any) -> None:
+    struct.major = 2
+
+
+def on_a_gpu(struct: Any) -> None:
+    struct.tensor.device.type = 2
+
+
+def without_memory(struct: Any) -> None:
+    struct.tensor.data = None
+
+
 @pytest.mark.parametrize(
     ("array", "dtype", "shape", "expected"),
     [
@@ -157,6 +180,9 @@ def exported(tensor: torch.Tensor) -> Exports:
             id="DLPack, bf16",
         ),
         pytest.param(exported(torch.tensor(5)), "I64", (), np.int64(5), id="DLPack, a scalar"),
+        pytest.param(
+            altered(without_memory, (0, 3)), "F32", (0, 3), np.zeros((0, 3), np.float32), id="DLPack, no elements"
+        ),
     ],
 )
 def test_an_array_of_any_library_and_strides_is_published(
@@ -557,10 +583,22 @@ def strange(code: int, width: int, lanes: int) -> Exports:
     return Exports(capsule)
 
 
+class Undevised:
+    """An object that has half of DLPack."""
+
+    def __dlpack__(self, **_: object) -> object:
+        return VALUES.__dlpack__()
+
+
 @pytest.mark.parametrize(
     ("array", "why"),
     [
         (3, "this int: it has no dtype"),
+        (Undevised(), "this Undevised: it has no dtype"),
+        (Exports(lambda **_: None), "this Exports: .*PyCapsule"),
+        (altered(of_version_2), "this Exports: its capsule is of version 2 of DLPack, and only version 1 can be read"),
+        (altered(on_a_gpu), r"its capsule is on a device of type 2, and its __dlpack_device__\(\) is another"),
+        (altered(without_memory), "this Exports: its capsule has no memory"),
         ({}, "this dict: it has no dtype"),
         (None, "this NoneType: it has no dtype"),
         ("text", "this str: it has no dtype"),
