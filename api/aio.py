@@ -29,7 +29,7 @@ from functools import partial, wraps
 from inspect import unwrap
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from cubroker.client import devices as local
 from cubroker.client import draft, notices, pool, synchronization
@@ -37,11 +37,14 @@ from cubroker.client.broker import Broker as BlockingBroker
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
-from cubroker.client.transport.requests import Steps, run_in_loop, seconds
+from cubroker.client.transport.requests import Steps, run, run_in_loop, seconds
 from cubroker.driver import Device, Driver
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Denied, Unavailable
 from cubroker.protocol.layout import Layout, Tensors
+
+if TYPE_CHECKING:  # imported at the first publication
+    from cubroker.client.publish import Publication
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -365,12 +368,14 @@ class Broker:
         digest: bool = False,
         base: Pool | int | str | None = None,
     ) -> int:
-        """See :meth:`cubroker.Broker.publish`. A thread of the loop waits for its turn and copies the arrays.
+        """See :meth:`cubroker.Broker.publish`. Threads of the loop read and copy the arrays.
 
-        If this is cancelled, the thread continues, and the version may be published.
+        If this is cancelled while it waits for its turn or for room, the broker stops waiting. If it is cancelled
+        later, the thread continues, and the version may be published.
         """
-        return await asyncio.to_thread(
-            self.blocking.publish,
+        prepare = partial(
+            _prepared,
+            self.blocking,
             name,
             source,
             **_by_uuid(self.driver, {"devices": devices, "plan": plan}),
@@ -381,6 +386,18 @@ class Broker:
             digest=digest,
             base=base.blocking if isinstance(base, Pool) else base,
         )
+        publication = await asyncio.to_thread(prepare)
+        opened: draft.Draft | None = None
+        begun: list[draft.Draft] = []
+        try:
+            opened = await run_in_loop(publication.draft())  # in no thread: the loop has few, and this may wait long
+            return await asyncio.to_thread(_finish, publication, opened, begun)
+        finally:
+            if not begun:
+                if opened:
+                    opened.let_go()
+                await run_in_loop(publication.closing())
+            del opened, publication, begun  # the error of a cancelled task keeps this frame
 
     retire = as_awaited(BlockingBroker.retire)
 
@@ -428,6 +445,24 @@ def _with_driver(broker: BlockingBroker) -> BlockingBroker:
     with suppress(CubrokerError):
         _ = broker.driver
     return broker
+
+
+def _prepared(broker: BlockingBroker, name: str, source: object, **options: Any) -> Publication:
+    """Prepare a publication up to its draft."""
+    publication = broker.publication(name, source, **options)
+    try:
+        publication.prepare()
+    except BaseException:
+        run(publication.closing())
+        raise
+    return publication
+
+
+def _finish(publication: Publication, opened: draft.Draft, begun: list[draft.Draft]) -> int:
+    """Fill and seal the draft of a publication; note first that this was begun, since nothing else closes them then."""
+    begun.append(opened)
+    with publication, opened:
+        return publication.finish(opened)
 
 
 def _by_uuid(driver: Driver, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
@@ -15,11 +15,11 @@ from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.fork_guard import WeakRefs
 from cubroker.client.memory.lease import LeaseHandle, acquire
-from cubroker.client.memory.mapping import LeasedMemory, Spot
+from cubroker.client.memory.mapping import LeasedMemory
 from cubroker.client.notices import Count, Watch, time_limit
 from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
-from cubroker.client.transport.requests import Steps, beside, blocking, expect, flag, run, seconds, version_number
+from cubroker.client.transport.requests import Steps, beside, blocking, expect, flag, seconds, version_number
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples
@@ -28,7 +28,7 @@ from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
     from cubroker.client.draft import Draft
     from cubroker.client.follow import Follow
-    from cubroker.client.publish import Sources
+    from cubroker.client.publish import Publication, Sources
     from cubroker.client.synchronization import NameLock
 
 H = TypeVar("H", bound="Pool | NameLock")
@@ -302,6 +302,34 @@ class Broker(Reconnecting):
                 during the call; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
+        return self.publication(
+            name,
+            source,
+            devices=devices,
+            share=share,
+            mode=mode,
+            durable=durable,
+            plan=plan,
+            wait=wait,
+            digest=digest,
+            base=base,
+        ).complete()
+
+    def publication(
+        self,
+        name: str,
+        source: object,
+        *,
+        devices: Sequence[DeviceId] | None = None,
+        share: str = messages.AUTO,
+        mode: int | None = None,
+        durable: bool | None = None,
+        plan: Plan | None = None,
+        wait: float = 0.0,
+        digest: bool = False,
+        base: Pool | int | str | None = None,
+    ) -> Publication:
+        """Do what :meth:`publish` does before there is a draft; the caller makes the rest of it, and closes it."""
         name = fields.check_pool_name(name)
         from cubroker.client import digests, publish  # which import modules that readers do not need
 
@@ -315,7 +343,8 @@ class Broker(Reconnecting):
             return self._update(name, sources, base, ask, digest=digest)
         devices, places = sources.placed(devices, plan)
         layout = sources.layout(places, tie=self._session.version >= messages.TIES)
-        return self._fill(ask(layout, place(self.driver, layout, devices, places)), layout, sources, digest)
+        body = ask(layout, place(self.driver, layout, devices, places))
+        return publish.Publication(self._session, self._drafted, body, layout, sources, digest)
 
     @blocking
     def retire(self, name: str, version: int | None = None) -> Steps[messages.Retirement]:
@@ -655,39 +684,14 @@ class Broker(Reconnecting):
         assert isinstance(draft, Draft)
         return draft
 
-    def _fill(
-        self,
-        body: messages.Create,
-        layout: Layout,
-        sources: Sources,
-        digest: bool,
-        shared: Mapping[Spot, bytes] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> int:
-        """Fill a new draft from the sources and seal it; returns the version.
-
-        The sources are prepared while the broker allocates the memory. ``shared``: see :attr:`Draft.shared_digests`.
-        ``check`` is called before the seal.
-        """
-
-        def prepare() -> None:
-            self._session.requests.flush()
-            sources.prepare(layout)
-
-        with run(beside(self._drafted(body, layout), prepare)) as draft:
-            draft.shared_digests = shared or {}
-            sources.fill(draft)
-            if check:
-                check()
-            return draft.seal(digest=digest)
-
     def _update(
         self, name: str, sources: Sources, base: Pool | int | str, ask: Callable[..., messages.Create], *, digest: bool
-    ) -> int:
-        """Publish a version that shares unchanged memory with another one; ``ask`` is :meth:`_creation`."""
+    ) -> Publication:
+        """Prepare a version that shares unchanged memory with another one; ``ask`` is :meth:`_creation`."""
         if self._session.version < messages.UPDATES:
             raise Unsupported(f"an update of {name!r}: the broker is too old to share memory; publish all tensors")
         from cubroker.client.digests import sealed
+        from cubroker.client.publish import Publication
 
         with ExitStack() as undo:
             pool, info, homes = self._base(name, base, sources, undo)
@@ -712,7 +716,9 @@ class Broker(Reconnecting):
                 if digest and old is not None and (plan is None or plan[number] == index)
             }
             placed, shares = Placed(info.devices, plan), messages.Base(info.version, kept)
-            return self._fill(ask(layout, placed, base=shares), layout, changed, digest, shared, check)
+            body, ours = ask(layout, placed, base=shares), None if pool is base else pool
+            undo.pop_all()
+            return Publication(self._session, self._drafted, body, layout, changed, digest, shared, check, ours)
 
     def _base(
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack

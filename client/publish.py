@@ -16,18 +16,23 @@ from pathlib import Path
 from threading import Lock
 from typing import Self
 
+import msgspec
+
 from cubroker.client.arrays import DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
-from cubroker.client.devices import DeviceId, Plan, doing, find_plan, resolve_plan
+from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
 from cubroker.client.draft import Arrays, Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.read_plan import Target, hold_all, homes_of, target_of
+from cubroker.client.memory.mapping import Spot
 from cubroker.client.pool import Pool
-from cubroker.client.transport.requests import version_number
+from cubroker.client.session import ClientSession
+from cubroker.client.transport.requests import Steps, beside, run, version_number
 from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.buffers import address
 from cubroker.driver.kernels import Segment
+from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec, form
 
@@ -205,6 +210,64 @@ class Sources:
             for target in targets
             if not target.upstream and target.pointers[allocation] is not None
         )
+
+
+class Publication(msgspec.Struct, eq=False):
+    """A publication from its prepared sources to its seal, in parts, so that an event loop can await the draft."""
+
+    session: ClientSession
+    #: Opens a draft of the layout as the request says.
+    drafted: Callable[[messages.Create, Layout], Steps[Draft]]
+    body: messages.Create
+    layout: Layout
+    #: The arrays that are copied.
+    sources: Sources
+    #: As for :meth:`Draft.seal`.
+    digest: bool
+    #: See :attr:`Draft.shared_digests`.
+    shared: Mapping[Spot, bytes] = {}
+    #: Called before the seal; it may raise.
+    check: Callable[[], None] | None = None
+    #: The pool of an update's base, if it is closed at the end.
+    base: Pool | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        run(self.closing())
+
+    def complete(self) -> int:
+        """Publish, and wait for all of it; returns the version."""
+        with self, run(beside(self.draft(), self.prepare)) as draft:
+            return self.finish(draft)
+
+    def prepare(self) -> None:
+        """Do what needs no draft yet: make this process's contexts, and find the addresses of the arrays."""
+        self.session.requests.flush()
+        for device in self.body.devices:
+            context(self.session.driver, device)
+        self.sources.prepare(self.layout)
+
+    def draft(self) -> Steps[Draft]:
+        """Wait for the turn to write the pool, and for room; open the draft."""
+        return self.drafted(self.body, self.layout)
+
+    def finish(self, draft: Draft) -> int:
+        """Fill a draft and seal it; returns the version."""
+        draft.shared_digests = self.shared
+        self.sources.fill(draft)
+        if self.check:
+            self.check()
+        return draft.seal(digest=self.digest)
+
+    def closing(self) -> Steps[None]:
+        """Drop the arrays, and give the base back."""
+        self.sources.drop()
+        if self.base and not self.base.closed:
+            self.base._memory().end()  # even if the traceback of an error refers to tensors of it
+            if self.base.let_go():
+                yield from self.base.confirming()
 
 
 def base_version(name: str, base: object, directory: Path) -> int | None:

@@ -164,7 +164,7 @@ def update(
     sources = _Late.of({**empty, ORIGINS: np.full(len(TENSORS), -1)}, broker.driver)
     sources.meanwhile = meanwhile
     ask = partial(broker._creation, name, share=AUTO, wait=wait, mode=None, durable=None)
-    return broker._update(name, sources, base, ask, digest=False)
+    return broker._update(name, sources, base, ask, digest=False).complete()
 
 
 class _Late(Sources):

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,8 +36,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "live-weights.md"
 
 T = TypeVar("T")
 
-ELSEWHERE = {"attaching", "requests"}
-"""What only the blocking Broker has: steps, and futures on which threads wait."""
+ELSEWHERE = {"attaching", "publication", "requests"}
+"""What only the blocking Broker has: steps, parts of calls, and futures on which threads wait."""
 
 ITERATED = {"follow"}
 """What returns an asynchronous iterator at once."""
@@ -50,6 +51,16 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return await main
 
     return asyncio.run(limited())
+
+
+async def waiting(broker: Broker, name: str, count: int) -> bool:
+    """Whether so many requests for a pool wait at the broker."""
+    return sum(waiter.pool == name for waiter in (await broker.look()).waiters) == count
+
+
+async def none_lent(broker: Broker) -> bool:
+    """Whether there is neither a lease nor a draft."""
+    return not any(info.leases or info.state == "draft" for info in await broker.pools())
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:
@@ -193,6 +204,81 @@ def test_arrays_are_published(client: BlockingBroker, name: str) -> None:
             assert await broker.publish(name, {"x": np.arange(4, dtype=np.float32)}) == 1
             async with await broker.attach(name) as pool:
                 assert pool["x"].numpy().tolist() == [0, 1, 2, 3]
+
+    run(main())
+
+
+def test_publications_that_wait_for_their_turn_take_no_thread_of_the_loop(client: BlockingBroker, name: str) -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        async with Broker(client.directory) as broker:
+            async with await broker.create(name, [("x", "F32", (2,))]) as draft:
+                publishing = [
+                    asyncio.create_task(broker.publish(name, {"x": np.full(2, number)}, wait=PATIENCE))
+                    for number in range(3)
+                ]
+                await until(lambda: waiting(broker, name, 3))
+                assert await draft.seal(in_place=True) == 1  # in the one thread that the loop has
+            assert sorted(await asyncio.gather(*publishing)) == [2, 3, 4]
+
+    run(main())
+
+
+def test_a_publication_that_is_cancelled_while_it_waits_ends_here_and_at_the_broker(
+    client: BlockingBroker, name: str
+) -> None:
+    client.publish(name, {"x": np.zeros(2), "y": np.zeros(2)})
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker:
+            async with await broker.create(name, [("x", "F32", (2,))]):
+                publishing = asyncio.create_task(broker.publish(name, {"x": np.ones(2)}, wait=PATIENCE, base=name))
+                await until(lambda: waiting(broker, name, 1))
+                assert leases(client, name) == 2  # on the base and on the draft
+                publishing.cancel()
+                with pytest.raises(asyncio.CancelledError) as raised:
+                    await publishing
+                await until(lambda: waiting(broker, name, 0))
+                assert leases(client, name) == 1
+            assert [(info.version, info.state) for info in client.pools() if info.name == name] == [(1, "current")]
+            del raised  # the error and its frames were kept until here
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_publication_whose_copy_waits_for_a_thread_is_cancelled_with_its_draft(
+    client: BlockingBroker, name: str, turns: int
+) -> None:
+    client.publish(name, {"x": np.zeros(2), "y": np.zeros(2)})
+    hold = threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        async with Broker(client.directory) as broker, Broker(client.directory) as other:
+            async with await other.create(name, [("x", "F32", (2,))]):
+                publishing = asyncio.create_task(broker.publish(name, {"x": np.ones(2)}, wait=PATIENCE, base=name))
+                await until(lambda: waiting(other, name, 1))
+                held = loop.run_in_executor(None, hold.wait)
+
+            async def has_draft() -> bool:
+                return any(info.state == "draft" for info in await other.pools())
+
+            await until(has_draft)
+            for _ in range(turns):
+                await other.pools()
+            publishing.cancel()
+            try:
+                with pytest.raises(asyncio.CancelledError) as raised:
+                    await publishing
+                async with asyncio.timeout(PATIENCE / 4):
+                    await until(lambda: none_lent(other))
+            finally:
+                hold.set()  # else the end of this loop waits for the thread
+            await held
+            assert [(info.version, info.state) for info in client.pools() if info.name == name] == [(1, "current")]
+            del raised
 
     run(main())
 
