@@ -35,6 +35,7 @@ from cubroker.client import devices as local
 from cubroker.client import draft, notices, pool, synchronization
 from cubroker.client.broker import Broker as BlockingBroker
 from cubroker.client.devices import DeviceId, Plan
+from cubroker.client.fork_guard import Closeable
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
 from cubroker.client.transport.requests import Steps, run, run_in_loop, seconds
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # imported at the first publication
 P = ParamSpec("P")
 T = TypeVar("T")
 U = TypeVar("U")
-B = TypeVar("B", covariant=True)
+B = TypeVar("B", bound=Closeable, covariant=True)
 
 __all__ = ["Broker", "Draft", "Event", "NameLock", "Pool", "SharedEvent", "Watch"]
 
@@ -120,7 +121,8 @@ class Below(Generic[B]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        if self.blocking._owner.here():  # as for `with`: a forked child has nothing to close
+            await self.close()
 
     def __repr__(self) -> str:
         return repr(self.blocking)
@@ -295,7 +297,8 @@ class Broker:
         return await self.connect()
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        if self._broker and self._broker._owner.here():
+            await self.close()
 
     def __repr__(self) -> str:
         return repr(self._broker) if self._broker else "<Broker that is not connected>"

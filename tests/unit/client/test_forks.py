@@ -110,6 +110,32 @@ held["broker"].close()
     assert said == ["dropped", "0", "[1] (4, 8)"]
 
 
+def test_a_child_of_an_event_loop_leaves_its_parent_s_blocks(client: Broker, lender: BrokerProcess, name: str) -> None:
+    publish(client, name)
+    said = forking(
+        lender,
+        name,
+        """
+import asyncio
+from cubroker import aio
+
+async def main():
+    async with aio.Broker(directory) as broker, await broker.attach(name) as pool, await broker.watch(name) as watch:
+        async with await broker.lock(name) as lock:
+            pid = os.fork()
+            if pid == 0:  # without the end of its loop, which shares the parent's epoll
+                async with broker, pool, watch, lock:
+                    pass
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            print([info.leases for info in await broker.pools() if info.name == name], lock.lost, await watch.next())
+
+asyncio.run(main())
+""",
+    )
+    assert said == ["7", "[1]  1"]
+
+
 def test_a_child_may_open_a_broker_of_its_own(client: Broker, lender: BrokerProcess, name: str) -> None:
     publish(client, name)
     said = forking(
