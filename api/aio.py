@@ -243,7 +243,7 @@ class Draft(Pool):
 
     blocking: draft.Draft
 
-    replicas: tuple[Mapping[str, SharedTensor], ...] = shown("replicas")
+    replicas: tuple[pool.Replica, ...] = shown("replicas")
 
     async def seal(
         self, *, layout: Layout | None = None, digest: bool | messages.Digests = False, in_place: bool = False
@@ -369,7 +369,7 @@ class Broker:
         plan: Plan | None = None,
         wait: float = 0.0,
         digest: bool = False,
-        base: Pool | int | str | None = None,
+        base: Pool | pool.Pool | int | str | None = None,
     ) -> int:
         """See :meth:`cubroker.Broker.publish`. Threads of the loop read and copy the arrays.
 
