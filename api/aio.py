@@ -452,7 +452,7 @@ def _with_driver(broker: BlockingBroker) -> BlockingBroker:
 
 def _prepared(broker: BlockingBroker, name: str, source: object, **options: Any) -> Publication:
     """Prepare a publication up to its draft."""
-    publication = broker.publication(name, source, **options)
+    publication = broker._publication(name, source, **options)
     try:
         publication.prepare()
     except BaseException:

@@ -302,7 +302,7 @@ class Broker(Reconnecting):
                 during the call; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
-        return self.publication(
+        return self._publication(
             name,
             source,
             devices=devices,
@@ -315,7 +315,7 @@ class Broker(Reconnecting):
             base=base,
         ).complete()
 
-    def publication(
+    def _publication(
         self,
         name: str,
         source: object,

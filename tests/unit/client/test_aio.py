@@ -36,8 +36,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "live-weights.md"
 
 T = TypeVar("T")
 
-ELSEWHERE = {"attaching", "publication", "requests"}
-"""What only the blocking Broker has: steps, parts of calls, and futures on which threads wait."""
+ELSEWHERE = {"attaching", "requests"}
+"""What only the blocking Broker has: steps, and futures on which threads wait."""
 
 ITERATED = {"follow"}
 """What returns an asynchronous iterator at once."""
