@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
@@ -302,41 +302,31 @@ class Broker(Reconnecting):
                 during the call; or as :meth:`create`.
             CubrokerError: as :meth:`create` and :meth:`Draft.seal`.
         """
-        return self._publication(
-            name,
-            source,
-            devices=devices,
-            share=share,
-            mode=mode,
-            durable=durable,
-            plan=plan,
-            wait=wait,
-            digest=digest,
-            base=base,
-        ).complete()
+        terms = {"share": share, "wait": wait, "mode": mode, "durable": durable}
+        return self._publication(name, source, devices=devices, plan=plan, digest=digest, base=base, **terms).complete()
 
     def _publication(
         self,
         name: str,
         source: object,
         *,
-        devices: Sequence[DeviceId] | None = None,
-        share: str = messages.AUTO,
-        mode: int | None = None,
-        durable: bool | None = None,
-        plan: Plan | None = None,
-        wait: float = 0.0,
-        digest: bool = False,
-        base: Pool | int | str | None = None,
+        devices: Sequence[DeviceId] | None,
+        plan: Plan | None,
+        digest: bool,
+        base: Pool | int | str | None,
+        **terms: Any,
     ) -> Publication:
-        """Do what :meth:`publish` does before there is a draft; the caller makes the rest of it, and closes it."""
+        """Do what :meth:`publish` does before there is a draft; the caller makes the rest of it, and closes it.
+
+        ``terms``: those of :meth:`_creation` that the caller of :meth:`publish` chooses.
+        """
         name = fields.check_pool_name(name)
         from cubroker.client import digests, publish  # which import modules that readers do not need
 
         if digest := flag(digest, "digest"):
             digests.need(self._session, name)
         sources = publish.Sources.of(source, self.driver)
-        ask = partial(self._creation, name, share=share, wait=wait, mode=mode, durable=durable)
+        ask: Callable[..., messages.Create] = partial(self._creation, name, **terms)
         if base is not None:
             if devices is not None or plan is not None:
                 raise Invalid(f"an update of {name!r} is on the devices of its base; leave devices and plan out")
