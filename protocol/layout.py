@@ -104,11 +104,13 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 f"a slab of {slab} bytes is less than the alignment of a tensor, {ALIGNMENT}; use larger ones"
             )
         placed: list[TensorSpec] = []
+        names: set[str] = set()
         sizes: list[int] = []
         last: dict[Hashable, int] = {}  # the allocation that each group fills now
         ties = tied or {}
         firsts: dict[str, tuple[TensorSpec, Hashable]] = {}
         for name, given, dimensions in triples(tensors):
+            _add_name(names, name)
             dtype, shape = form(name, given, dimensions)
             size = round_up(_nbytes(name, dtype, shape), ALIGNMENT)
             group = None if groups is None else _group(groups, name)
@@ -123,11 +125,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
             if ties:
                 firsts[name] = placed[-1], group
             sizes[here] += size
-        if strangers := ties.keys() - {tensor.name for tensor in placed}:
+        if strangers := ties.keys() - names:
             raise Invalid(f"the layout has no tensor {min(strangers)!r} to be tied")
         # Tensors without elements still need an address; an allocation is never empty.
         layout = cls(tuple(placed), tuple(max(size, ALIGNMENT) for size in sizes))
-        layout.check()
+        _check_extent(layout.allocations, len(placed))
+        vars(layout)["_checked"] = True  # the tensors lie apart and whole, since they were placed one after the other
         return layout
 
     def spread(self, groups: Mapping[str, Group]) -> tuple[Group, ...]:
@@ -295,36 +298,23 @@ class _Check:
         self._names: set[str] = set()
         self._numbers: dict[int, int] = {}  # of the first tensor with elements at each start
         self._edges: list[int] = []
-        if tensors > MAX_TENSORS:
-            raise Invalid(f"a layout of {tensors} tensors; the most is {MAX_TENSORS}")
-        if len(allocations) > MAX_ALLOCATIONS:
-            raise Invalid(f"a layout of {len(allocations)} allocations; the most is {MAX_ALLOCATIONS}")
-        for size in allocations:
-            if size <= 0:
-                raise Invalid(f"an allocation of {size} bytes; it must have at least 1")
-        if sum(allocations) > MAX_EXTENT:
-            raise Invalid(f"a layout of {sum(allocations)} bytes; the most is {MAX_EXTENT}")
+        _check_extent(allocations, tensors)
 
     def add(self, tensor: TensorSpec) -> None:
         """Add one more tensor."""
-        name = tensor.name
-        if name in self._names:
-            raise Invalid(f"tensor {name!r} appears twice; names are unique within a pool")
+        number = len(self._names)
+        _add_name(self._names, tensor.name)
         size = self._size(tensor)
         start = tensor.allocation * 2 * MAX_EXTENT + tensor.offset
         if size and self._take(start, start + round_up(size, ALIGNMENT)):
-            self._numbers[start] = len(self._names)
+            self._numbers[start] = number
         elif size and not self._tied(tensor, start):
-            first, second = self._overlapping(name, start, size)
+            first, second = self._overlapping(tensor.name, start, size)
             raise Invalid(f"tensors {first!r} and {second!r} overlap in allocation {tensor.allocation}")
-        self._names.add(name)
 
     def _size(self, tensor: TensorSpec) -> int:
         """Return the bytes of a tensor, which lies whole and aligned in its allocation."""
-        name, offset = tensor.name, tensor.offset
-        if not 0 < len(name) <= MAX_NAME:
-            raise Invalid(f"a tensor name of {len(name)} characters, {name[:60]!r}; it must have 1 to {MAX_NAME}")
-        size = tensor.nbytes
+        name, offset, size = tensor.name, tensor.offset, tensor.nbytes
         if not 0 <= tensor.allocation < len(self._allocations):
             raise Invalid(f"tensor {name!r} lies in allocation {tensor.allocation} of {len(self._allocations)}")
         if offset < 0 or offset % ALIGNMENT:
@@ -362,6 +352,28 @@ class _Check:
         at = max(at for at in self._numbers if at < start + size)
         other = self._spec(self._numbers[at]).name
         return (other, name) if at <= start else (name, other)
+
+
+def _check_extent(allocations: Sequence[int], tensors: int) -> None:
+    """Raise ``Invalid`` if a layout has too many tensors or allocations, an empty allocation, or too many bytes."""
+    if tensors > MAX_TENSORS:
+        raise Invalid(f"a layout of {tensors} tensors; the most is {MAX_TENSORS}")
+    if len(allocations) > MAX_ALLOCATIONS:
+        raise Invalid(f"a layout of {len(allocations)} allocations; the most is {MAX_ALLOCATIONS}")
+    for size in allocations:
+        if size <= 0:
+            raise Invalid(f"an allocation of {size} bytes; it must have at least 1")
+    if sum(allocations) > MAX_EXTENT:
+        raise Invalid(f"a layout of {sum(allocations)} bytes; the most is {MAX_EXTENT}")
+
+
+def _add_name(names: set[str], name: str) -> None:
+    """Add the name of one more tensor to those of a layout."""
+    if name in names:
+        raise Invalid(f"tensor {name!r} appears twice; names are unique within a pool")
+    if not 0 < len(name) <= MAX_NAME:
+        raise Invalid(f"a tensor name of {len(name)} characters, {name[:60]!r}; it must have 1 to {MAX_NAME}")
+    names.add(name)
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:

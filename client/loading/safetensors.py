@@ -69,10 +69,15 @@ def header_length(first: bytes, size: int) -> int:
 def parse_header(header: bytes, room: int) -> dict[str, TensorInfo]:
     """Return the tensors of a file in the order of their data; ``room`` is the number of bytes after the header."""
     tensors, end = dict(sorted(_entries(header).items(), key=lambda item: item[1].data_offsets)), 0
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # the layers of a model have tensors of the same forms
     for name, info in tensors.items():
-        if mistake := _mistake(info, end, room):
-            raise FormatError(f"tensor {name!r}{mistake}")
-        end = info.data_offsets[1]
+        first, last = info.data_offsets
+        form = info.dtype, info.shape
+        if first != end or last > room or last - first != sizes.get(form):
+            if mistake := _mistake(info, end, room):
+                raise FormatError(f"tensor {name!r}{mistake}")
+            sizes[form] = last - first
+        end = last
     if end < room:
         raise FormatError(
             f"{room - end} bytes follow its last tensor; it was not written as its header says, write it again"
