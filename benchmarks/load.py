@@ -1,13 +1,14 @@
 """Rate of a load from the page cache to a device, in GB/s, compared with its bound and with other loaders.
 
 The bound is the copy of a pinned buffer. Loads and pinned copies alternate in several processes, one process after the
-other. The first load of each process is distinguished from those that follow.
+other. The first load of a broker, and the first of each process after it, are distinguished from those that follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median as middle
@@ -15,7 +16,7 @@ from time import perf_counter, sleep
 from typing import NamedTuple
 
 from benchmarks import model_weights, peer_loaders
-from benchmarks.harness import answer_of, beside_broker, first_context, run_alone, seconds
+from benchmarks.harness import answer_of, first_context, run_alone, seconds, serving
 from benchmarks.options import Plan
 from benchmarks.report import Figure, median, rate
 from cubroker.client import Broker
@@ -23,9 +24,11 @@ from cubroker.client.loading.loader import load
 from cubroker.protocol.messages import AUTO, IPC
 
 POOL = "weights"
-PROCESSES = 3
+BROKERS = 3
+"""Brokers, one after the other. Beside each of them one process loads once, and then another one several times."""
+
 LATER = 3
-"""Loads of each process after its first."""
+"""Loads of the second process after its first."""
 
 PIECE = 1 << 30
 
@@ -43,26 +46,35 @@ class Turn(NamedTuple):
     copying: float
 
 
+class Turns(NamedTuple):
+    """The turns of several processes."""
+
+    #: with the first load of a broker, and of a process
+    of_broker: list[Turn]
+    #: with the first load of another process
+    firsts: list[Turn]
+    later: list[Turn]
+
+
 def measure(plan: Plan) -> Iterator[Figure]:
     tensors = model_weights.tensors(plan.nbytes)
     size = model_weights.total(tensors)
     with model_weights.in_memory(tensors) as path:
-        runs = _runs(plan, path, size, AUTO)
-        firsts, later = [run[0] for run in runs], [turn for run in runs for turn in run[1:]]
-        yield from _of_turns(firsts, later, size, f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}")
-        by_handle = [turn for run in _runs(plan, path, size, IPC) for turn in run[1:]]
-        yield of_bound("ipc: load ÷ pinned buffer: all of it", by_handle, PAIRS)
+        turns = _turns(plan, path, size, AUTO)
+        yield from _of_turns(turns, size, f"{size / 1e9:.2f} GB file in memory, {path.parents[1]}")
+        yield of_bound("ipc: load ÷ pinned buffer: all of it", _turns(plan, path, size, IPC).later, PAIRS)
         others = _others(plan, path, size, tensors[0][0])
     yield from others.values()
     for title, other in others.items():
         if other.value:
-            ours = size / middle(turn.whole for turn in later) / 1e9
+            ours = size / middle(turn.whole for turn in turns.later) / 1e9
             yield Figure(f"load ÷ {title}: all of it", ours / other.value, "", "of the medians", better="more")
 
 
-def _of_turns(firsts: list[Turn], later: list[Turn], size: int, where: str) -> Iterator[Figure]:
+def _of_turns(turns: Turns, size: int, where: str) -> Iterator[Figure]:
+    of_broker, firsts, later = turns
     whole, note = [turn.whole for turn in later], "with pinning, clearing, sealing"
-    yield rate("pinned host buffer to device", size, (turn.pinned for turn in firsts + later))
+    yield rate("pinned host buffer to device", size, (turn.pinned for turn in of_broker + firsts + later))
     yield rate("load: reading and copying", size, (turn.copying for turn in later), where)
     yield rate("load: all of it, to the published version", size, whole, note)
     yield median("load: all of it", whole, "s")
@@ -71,6 +83,7 @@ def _of_turns(firsts: list[Turn], later: list[Turn], size: int, where: str) -> I
     yield median(f"{title}: reading and copying", (turn.pinned / turn.copying for turn in later), "", PAIRS, "more")
     yield of_bound(f"{title}: all of it", later, PAIRS)
     yield of_bound(f"{title}: all of it, first call of a process", firsts, PAIRS)
+    yield of_bound(f"{title}: all of it, first load of a broker", of_broker, "also the first call of a process")
 
 
 def of_bound(what: str, turns: Sequence[Turn], note: str = "") -> Figure:
@@ -81,11 +94,16 @@ def of_bound(what: str, turns: Sequence[Turn], note: str = "") -> Figure:
 PAIRS = "of each load and the copy before it"
 
 
-def _runs(plan: Plan, path: Path, size: int, share: str) -> list[list[Turn]]:
-    return [
-        beside_broker(plan.devices, take_turns, plan.devices, path, size, 1 + LATER, share, number == 0)
-        for number in range(PROCESSES)
-    ]
+def _turns(plan: Plan, path: Path, size: int, share: str) -> Turns:
+    turns = Turns([], [], [])
+    for number in range(BROKERS):
+        with serving(plan.devices) as server:
+            loads = partial(answer_of, take_turns, server.directory, plan.devices, path, size)
+            turns.of_broker.extend(loads(1, share, number == 0))
+            first, *later = loads(1 + LATER, share, False)
+            turns.firsts.append(first)
+            turns.later.extend(later)
+    return turns
 
 
 def _others(plan: Plan, path: Path, size: int, expected: str) -> dict[str, Figure]:
