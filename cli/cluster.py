@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,43 +39,35 @@ from cubroker.integrations.cluster.connection import (
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.striping import WIDTH
-from cubroker.protocol.errors import CubrokerError, needing
+from cubroker.protocol.errors import CubrokerError, Invalid, needing
 from cubroker.server import logs
 from cubroker.server.store import sd_notify
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # behind certificates of both sides
 
 
-def _address(value: str) -> PeerAddress:
-    with options.usage():
-        return parse(value)
-
-
-def _own_address(value: str) -> PeerAddress:
-    with options.usage():
-        return parse(value, least=0)
-
-
+@options.typed
 def _metrics_address(value: str) -> PeerAddress:
-    address = _own_address(value)
+    address = parse(value, least=0)
     if value in (address.host, f"[{address.host}]"):
-        raise click.BadParameter(f"{value!r} has no port, as 127.0.0.1:9412 has")
+        raise Invalid(f"{value!r} has no port, as 127.0.0.1:9412 has")
     return address
 
 
+@options.typed
 def _hosts(value: str) -> tuple[str, ...]:
-    """Split hosts at the commas, or fail as wrong usage."""
+    """Split hosts at the commas."""
     hosts = tuple(part.strip() for part in value.split(",") if part.strip())
     if not hosts:
-        raise click.BadParameter(f"{value!r} names no host, as gpu-1,gpu-2:7411 does")
+        raise Invalid(f"{value!r} names no host, as gpu-1,gpu-2:7411 does")
     for host in hosts:
-        _address(host)
+        parse(host)
     return hosts
 
 
+@options.typed
 def _certified(value: str) -> str:
-    with options.usage():
-        check_host(value)
+    check_host(value)
     return value
 
 
@@ -107,7 +100,7 @@ metrics = click.option(
 @click.argument("patterns", metavar="[NAME...]", nargs=-1, shell_complete=options.complete_pools)
 @click.option(
     "--listen",
-    type=_own_address,
+    type=options.typed(partial(parse, least=0)),
     default=f"{EVERYWHERE}:{PORT}",
     show_default=True,
     metavar="HOST[:PORT]",

@@ -92,46 +92,40 @@ class Reference(NamedTuple):
     version: int | None
 
 
-@contextmanager
-def usage() -> Iterator[None]:
-    """Have what no value of an option or an argument can be fail as wrong usage."""
-    try:
-        yield
-    except Invalid as error:
-        raise click.BadParameter(error.message) from None
+def typed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the type of an option or an argument that ``parse`` reads; what that refuses is wrong usage."""
+
+    def convert(value: str) -> T:
+        try:
+            return parse(value)
+        except Invalid as error:
+            raise click.BadParameter(error.message) from None
+
+    return convert
 
 
-def pool_name(value: str) -> str:
-    """Return the name of a pool, or fail as wrong usage."""
-    with usage():
-        fields.check_pool_name(value)
-    return value
+pool_name = typed(fields.check_pool_name)
+mode = typed(fields.parse_mode)
 
 
+@typed
 def reference(value: str) -> Reference:
-    """Split ``NAME[@VERSION]``, or fail as wrong usage."""
+    """Split ``NAME[@VERSION]``."""
     name, at, version = value.partition("@")
-    pool_name(name)
+    fields.check_pool_name(name)
     if at and not re.fullmatch(r"[1-9][0-9]{0,12}", version, re.ASCII):
-        raise click.BadParameter(f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1")
+        raise Invalid(f"{version!r} is no version: versions are 1, 2, 3 …, as in {name}@1")
     return Reference(name, int(version) if at else None)
 
 
+@typed
 def size(value: str) -> int:
-    """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``, or fail as wrong usage."""
+    """Return bytes, 1 at least, written as ``4096``, ``512MiB`` or ``1.5GB``."""
     from cubroker.server.config.schema import parse_bytes
 
-    with usage():
-        nbytes = parse_bytes(value)
-    if nbytes == 0:
-        raise click.BadParameter("0 bytes hold nothing: write 1 or more")
+    if (nbytes := parse_bytes(value)) == 0:
+        raise Invalid("0 bytes hold nothing: write 1 or more")
     return nbytes
-
-
-def mode(value: str) -> int:
-    """Return a mode written in octal as ``640``, or fail as wrong usage."""
-    with usage():
-        return fields.parse_mode(value)
 
 
 def device_list(value: str) -> tuple[str, ...]:
