@@ -38,7 +38,6 @@ from cubroker.cli.doctor.facts import (
     Finding,
     HostFacts,
     ListenerFacts,
-    ServiceFacts,
     SettingsFacts,
     Survey,
     Trial,
@@ -266,6 +265,7 @@ def examine_machine(
     version = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
     users = _text(root / "proc/self/uid_map").split()
     descriptors, locked = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unit = next(filter(None, map(examine_unit, MANAGERS)), None)
     return HostFacts(
         directory=examine_directory(directory),
         broker=examine_broker(directory, patience),
@@ -285,7 +285,9 @@ def examine_machine(
         pidfd=_refusal(lambda: system_calls.pidfd_open(os.getpid())),
         peer_pidfd=_peer_pidfd(),
         unconfined=tuple(hardening.obstacles()),
-        service=examine_service(directory, environ),
+        unit=unit,
+        listener=examine_listener(directory),
+        settings=examine_settings(unit, environ),
     )
 
 
@@ -399,12 +401,6 @@ SYSLOG_ERROR = 3
 
 SETTINGS_FILE = "/etc/cubroker/cubroker.toml"
 """Where `make install` puts the settings."""
-
-
-def examine_service(directory: Path, environ: Mapping[str, str] = os.environ) -> ServiceFacts:
-    """Look at the unit, its log, the socket in ``directory``, and the settings that a broker would have."""
-    unit = next(filter(None, map(examine_unit, MANAGERS)), None)
-    return ServiceFacts(unit, examine_listener(directory), examine_settings(unit, environ))
 
 
 def examine_unit(manager: str) -> UnitFacts | None:

@@ -224,15 +224,6 @@ class SettingsFacts:
 
 
 @dataclass(frozen=True)
-class ServiceFacts:
-    """The broker as a service; None stands for what does not exist."""
-
-    unit: UnitFacts | None = None
-    listener: ListenerFacts = ListenerFacts()
-    settings: SettingsFacts | None = None
-
-
-@dataclass(frozen=True)
 class HostFacts:
     """The machine, or the container, that this process is in."""
 
@@ -266,8 +257,11 @@ class HostFacts:
     peer_pidfd: bool = True
     #: What the kernel lacks for keeping a gateway from the rest of the machine, a clause each.
     unconfined: tuple[str, ...] = ()
-    #: The broker's unit, socket and settings.
-    service: ServiceFacts = ServiceFacts()
+    #: The broker's unit; None: systemd has none, or does not run.
+    unit: UnitFacts | None = None
+    listener: ListenerFacts = ListenerFacts()
+    #: The settings that a broker would have; None: there is no file.
+    settings: SettingsFacts | None = None
     #: Why clients do not take the host's broker, and what to do; empty if they do, or if there is none.
     doubt: str = ""
 

@@ -20,7 +20,6 @@ from cubroker.cli.doctor.facts import (
     Finding,
     HostFacts,
     ListenerFacts,
-    ServiceFacts,
     SettingsFacts,
     Trial,
     UnitFacts,
@@ -381,7 +380,7 @@ def judge_machine(facts: Facts) -> dict[str, Finding]:
         "directory": _directory(host.directory),
         "broker": _broker(host.broker),
         "host's broker": ((host.doubt, False, *_split(host.doubt)),),
-        **_service(host.service, host.broker),
+        **_service(host),
     }
     found = {name: _first(cases) for name, cases in checks.items()}
     return {"driver": _driver(facts)} | {name: finding for name, finding in found.items() if finding}
@@ -499,18 +498,18 @@ SHOWN = 3
 """Complaints about the settings that are shown."""
 
 
-def _service(service: ServiceFacts, broker: BrokerFacts) -> dict[str, Cases]:
+def _service(host: HostFacts) -> dict[str, Cases]:
     """Return what can be wrong with a service, by check."""
     checks: dict[str, Cases] = {}
-    if service.unit is not None:
-        checks["service"] = _unit(service.unit)
-        error = service.unit.error
-        bad = False if service.unit.state != "active" else None
-        checks["last error"] = ((error, bad, f"the service's log says: {error}", f"`{_journal(service.unit)}`"),)
-    if broker.code and not broker.refuses:
-        checks["socket"] = _listener(service.listener)
-    if service.settings is not None:
-        checks["settings"] = _settings(service.settings)
+    if host.unit is not None:
+        checks["service"] = _unit(host.unit)
+        error = host.unit.error
+        bad = False if host.unit.state != "active" else None
+        checks["last error"] = ((error, bad, f"the service's log says: {error}", f"`{_journal(host.unit)}`"),)
+    if host.broker.code and not host.broker.refuses:
+        checks["socket"] = _listener(host.listener)
+    if host.settings is not None:
+        checks["settings"] = _settings(host.settings)
     return checks
 
 

@@ -21,7 +21,6 @@ from cubroker.cli.doctor.facts import (
     Finding,
     HostFacts,
     ListenerFacts,
-    ServiceFacts,
     Trial,
     UnitFacts,
 )
@@ -147,7 +146,7 @@ def test_settings_in_a_folder_that_this_user_may_not_search_are_told_as_such(
         found = [command.examine_settings(None, environ) for environ in ({"CUBROKER_CONFIG": str(file)}, {})]
     for settings in found:
         assert settings is not None
-        host = HostFacts(DirectoryFacts(tmp_path), BrokerFacts("", ""), service=ServiceFacts(settings=settings))
+        host = HostFacts(DirectoryFacts(tmp_path), BrokerFacts("", ""), settings=settings)
         found_out = verdicts.judge_machine(Facts(DriverFacts("cuda", Trial("works")), (), host))
         assert found_out["settings"] == Finding(None, f"this user may not read {file}", "ask as root")
 

@@ -21,7 +21,6 @@ from cubroker.cli.doctor.facts import (
     Finding,
     HostFacts,
     ListenerFacts,
-    ServiceFacts,
     SettingsFacts,
     Trial,
     UnitFacts,
@@ -294,15 +293,15 @@ UNITS: list[tuple[UnitFacts, bool | None, str, str]] = [
 
 
 def has(unit: UnitFacts) -> HostFacts:
-    return replace(HOST, service=ServiceFacts(unit))
+    return replace(HOST, unit=unit)
 
 
 def listens(state: Any, pid: int = 0, name: str = "", detail: str = "") -> HostFacts:
-    return replace(HOST, broker=NO_BROKER, service=ServiceFacts(None, ListenerFacts(state, pid, name, detail)))
+    return replace(HOST, broker=NO_BROKER, listener=ListenerFacts(state, pid, name, detail))
 
 
 def settings(*facts: Any, **more: Any) -> HostFacts:
-    return replace(HOST, service=ServiceFacts(settings=SettingsFacts(*facts, **more)))
+    return replace(HOST, settings=SettingsFacts(*facts, **more))
 
 
 def test_of_a_service_that_is_not_there_nothing_is_said() -> None:
