@@ -14,7 +14,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import textwrap
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,7 +134,7 @@ class DoctorReport:
 
     def show(self) -> None:
         """Print the report for people, as wide as the terminal."""
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        width = format.terminal_width()
         for device, found in self.devices:
             title = f"device {device.index}: {format.printable(device.name)}, {device.uuid}"
             format.say(click.style(title, bold=True))
@@ -292,7 +291,10 @@ def examine_machine(
 
 
 def examine_broker(directory: Path, patience: float = ANSWER) -> BrokerFacts:
-    """Open a session with the broker of a directory, end it, and ask whether the broker lends."""
+    """Open a session with the broker of a directory, end it, and ask whether the broker lends.
+
+    A broker may answer although it opens no session. One that was silent is not waited for once more.
+    """
     try:
         with options.hinting_at_timeout(), Broker(directory, connect_timeout=patience, timeout=ANSWER) as broker:
             count = len(broker.devices())
@@ -300,19 +302,13 @@ def examine_broker(directory: Path, patience: float = ANSWER) -> BrokerFacts:
     except CubrokerError as error:
         there = os.path.lexists(directory / places.SESSION_SOCKET)
         code = error.code if there or error.code != "unavailable" else "absent"
-        # A broker that was silent is not waited for once more.
-        refuses = not isinstance(error, handshake.Silent) and _pings(directory, patience)
+        refuses = False
+        if not isinstance(error, handshake.Silent):
+            with suppress(CubrokerError):
+                handshake.ping(directory, patience)
+                refuses = True
         return BrokerFacts(code, error.message, refuses=refuses)
     return BrokerFacts("", f"a broker answers, with {format.count(count, 'device')}", obstacle)
-
-
-def _pings(directory: Path, patience: float) -> bool:
-    """Whether a broker answers there, which takes no session."""
-    try:
-        handshake.ping(directory, patience)
-    except CubrokerError:
-        return False
-    return True
 
 
 def examine_directory(path: Path) -> DirectoryFacts:
@@ -373,11 +369,7 @@ def _refusal(opened: Callable[[], int]) -> str:
 def _peer_pidfd() -> bool:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        try:
-            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
-        except OSError:
-            return False
-    return True
+        return not _refusal(lambda: ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
 
 
 # -- the service: commands of systemd and of the journal, a listening socket, a file of settings -------
