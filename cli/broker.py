@@ -146,7 +146,7 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
             with suppress(NotFound, Retired):  # it may have ended since it was described
                 digests = broker.digests(info.name, info.version)
         clients = format.known_clients(broker.clients(), broker.session)
-    holders = format.holders(clients).get((info.name, info.version), [])
+    (holders,) = format.holders([info], clients)
     if as_json:
         added = {"layout": _describe_layout(layout, places), "digests": _digests(digests)}
         held = [_describe_holder(client, info) for client in holders]
@@ -169,7 +169,7 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
 
 
 def _describe_holder(client: ClientInfo, info: PoolInfo) -> dict[str, object]:
-    since = [each.held_since for each in client.leases if (each.pool, each.version) == (info.name, info.version)]
+    since = [lease.held_since for lease in format.leases_on(info, [client])]
     process = {"session": client.session, "pid": client.pid, "uid": client.uid, "state": client.state}
     return process | {"process": format.plain(client.process), "leases": len(since), "held_since": since[0]}
 
@@ -181,9 +181,8 @@ def _held_by(info: PoolInfo, holders: Sequence[ClientInfo], now: float) -> Itera
         since = f" for {format.since(now - began)}" if isinstance(began, float) else ""
         detached = ", detached" if client.state == "detached" else ""
         yield format.printable(f"held{since} by {format.client_label(client)}{detached}")
-    seen = sum((each.pool, each.version) == (info.name, info.version) for one in holders for each in one.leases)
-    if info.leases > seen:
-        yield f"held by processes of other users: {format.count(info.leases - seen, 'lease')}"
+    if (unseen := info.leases - len(format.leases_on(info, holders))) > 0:
+        yield f"held by processes of other users: {format.count(unseen, 'lease')}"
 
 
 def _describe_layout(layout: Layout, places: Sequence[str]) -> dict[str, object]:

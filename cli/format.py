@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from cubroker.protocol.errors import CubrokerError, explain
-from cubroker.protocol.status import ClientInfo, ProcessInfo
+from cubroker.protocol.status import ClientInfo, LeaseInfo, PoolInfo, ProcessInfo
 
 BROKEN_PIPE = 141
 """Exit status when the reader of our output went away, as the shell reports a death by SIGPIPE."""
@@ -312,11 +312,13 @@ def render_table(
     for row in cells:
         pieces = [[*_fold(row[place], widths[title])] for title, place in zip(shown, places, strict=True)]
         for line in zip_longest(*pieces, fillvalue=""):
-            aligned = (
-                cell.rjust(widths[title]) if title.startswith(">") else cell.ljust(widths[title])
-                for title, cell in zip(shown, line, strict=True)
-            )
+            aligned = (align(cell, title, widths[title]) for title, cell in zip(shown, line, strict=True))
             yield GAP.join(aligned).rstrip()
+
+
+def align(cell: str, title: str, width: int) -> str:
+    """Return a cell as wide as the column of that title."""
+    return cell.rjust(width) if title.startswith(">") else cell.ljust(width)
 
 
 def _fold(cell: str, width: int) -> Iterator[str]:
@@ -375,15 +377,15 @@ def client_age(client: ClientInfo, now: float) -> str:
     return since(now - client.process.started) if client.process else "?"
 
 
-def _held_since(client: ClientInfo) -> float | None:
-    """Return when the oldest lease of a client began, in seconds since 1970; None: it has none, or that is unknown."""
-    return min((lease.held_since for lease in client.leases if lease.held_since is not None), default=None)
+def _began(leases: Iterable[LeaseInfo]) -> float | None:
+    """Return when the oldest of some leases began, in seconds since 1970; None if that is unknown."""
+    return min((lease.held_since for lease in leases if lease.held_since is not None), default=None)
 
 
-def held_for(client: ClientInfo, now: float) -> str:
-    """Return for how long a client has held its oldest lease."""
-    began = _held_since(client)
-    return since(now - began) if began is not None else "?" if client.leases else "-"
+def held_for(leases: Iterable[LeaseInfo], number: int, now: float) -> str:
+    """Return for how long the oldest lease is held, of ``number`` leases, some of which may not be known."""
+    began = _began(leases)
+    return since(now - began) if began is not None else "?" if number else "-"
 
 
 def leases(client: ClientInfo) -> str:
@@ -392,13 +394,19 @@ def leases(client: ClientInfo) -> str:
     return ", ".join(pool if times == 1 else f"{pool} ({times} times)" for pool, times in pools.items())
 
 
-def holders(clients: Sequence[ClientInfo]) -> Mapping[tuple[str, int], list[ClientInfo]]:
-    """Return the clients that hold each version, in the order of ``clients``."""
-    found: dict[tuple[str, int], dict[int, ClientInfo]] = {}
+def holders(pools: Iterable[PoolInfo], clients: Iterable[ClientInfo]) -> list[list[ClientInfo]]:
+    """Return the clients that hold each of the versions ``pools``, in the order of ``clients``."""
+    found: dict[tuple[str, int], dict[int, ClientInfo]] = defaultdict(dict)
     for client in clients:
         for lease in client.leases:
-            found.setdefault((lease.pool, lease.version), {})[client.session] = client
-    return {version: [*those.values()] for version, those in found.items()}
+            found[lease.pool, lease.version][client.session] = client
+    return [[*found[pool.name, pool.version].values()] for pool in pools]
+
+
+def leases_on(pool: PoolInfo, clients: Iterable[ClientInfo]) -> list[LeaseInfo]:
+    """Return the leases that clients have on a version."""
+    version = pool.name, pool.version
+    return [lease for client in clients for lease in client.leases if (lease.pool, lease.version) == version]
 
 
 def client_short(client: ClientInfo) -> str:
@@ -427,7 +435,7 @@ CLIENT_ORDERS: dict[str, Callable[[ClientInfo], Any]] = {
     "user": lambda client: user(client.uid),
     "container": lambda client: container(client.process),
     "age": lambda client: client.process.started if client.process else inf,
-    "held": lambda client: inf if (began := _held_since(client)) is None else began,
+    "held": lambda client: inf if (began := _began(client.leases)) is None else began,
     "leases": lambda client: -len(client.leases),
 }
 """The keys that clients are sorted by: the oldest, and those with most leases, come first."""
@@ -443,7 +451,7 @@ def client_columns(clients: Sequence[ClientInfo], now: float) -> dict[str, Calla
         "CONTAINER": lambda client: container(client.process),
         ">AGE": lambda client: client_age(client, now),
         "STATE": lambda client: client.state,
-        ">HELD": lambda client: held_for(client, now),
+        ">HELD": lambda client: held_for(client.leases, len(client.leases), now),
         "~LEASES": lambda client: leases(client) or "none",
     }
     if any(client.locks for client in clients):

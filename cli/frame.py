@@ -342,26 +342,26 @@ class Frame:
             yield from self._sentence(f"No pool matches{self._escape}." if view.pools else nothing)
             return
         names = [f"{format.printable(pool.name)}@{pool.version}" for pool in pools]
-        held = format.holders([client for client in view.clients if client.session != self.own])
-        cells = self._cells(view, pools, held, now)
+        holders = format.holders(pools, [client for client in view.clients if client.session != self.own])
+        cells = self._cells(view, pools, holders, now)
         widths = self._widths(names, cells)
         wide = min(max(map(len, names)), self.width - sum(widths.values()) - len(widths) - 1 - self._least_by)
         header = self._row(
-            ["POOL".ljust(wide), *(_aligned(title.lstrip(">"), title, widths) for title in widths)], "BY"
+            ["POOL".ljust(wide), *(format.align(title.lstrip(">"), title, widths[title]) for title in widths)], "BY"
         )
         header.stylize("bold")
         yield header
         for row in range(*window.indices(len(pools))):
-            pool, holders = pools[row], held.get((pools[row].name, pools[row].version), ())
+            pool = pools[row]
             mine = [format.squeeze(names[row], wide).ljust(wide)]
-            mine += [_aligned(cells[title][row], title, widths) for title in widths]
-            line = self._row(mine, self._holders(holders, pool, len(" ".join(mine)) + 1))
+            mine += [format.align(cells[title][row], title, widths[title]) for title in widths]
+            line = self._row(mine, self._holders(holders[row], pool, len(" ".join(mine)) + 1))
             told = (wide + 1, wide + 1 + widths["STATE"]) if "STATE" in widths else (0, wide)
             line.stylize(BAR.get(pool.state, ("",))[0], *told)
             yield line
 
     def _cells(
-        self, view: View, pools: Sequence[PoolInfo], held: Mapping[tuple[str, int], list[ClientInfo]], now: float
+        self, view: View, pools: Sequence[PoolInfo], holders: Sequence[Sequence[ClientInfo]], now: float
     ) -> Mapping[str, list[str]]:
         """Return the columns between names and holders, of all rows, so that scrolling changes no width."""
         indexes = {device.uuid: device.index for device in view.devices}
@@ -370,7 +370,10 @@ class Frame:
             ">SIZE": [format.size(pool.nbytes) for pool in pools],
             "ON": [format.places(indexes, pool.devices) for pool in pools],
             ">LEASES": [str(pool.leases) for pool in pools],
-            ">HELD": [_since(held.get((pool.name, pool.version), ()), pool, now) for pool in pools],
+            ">HELD": [
+                format.held_for(format.leases_on(pool, clients), pool.leases, now)
+                for pool, clients in zip(pools, holders, strict=True)
+            ],
         }
 
     def _widths(self, names: Sequence[str], cells: Mapping[str, list[str]]) -> Mapping[str, int]:
@@ -476,18 +479,3 @@ def state(block: BlockInfo) -> str:
 
 _WORDS: Sequence[Callable[[ClientInfo], str]] = (format.client_label, format.client_with_user, format.client_short)
 """A process in ever fewer words."""
-
-
-def _since(holders: Sequence[ClientInfo], pool: PoolInfo, now: float) -> str:
-    """Return for how long the oldest known lease on a version is held."""
-    began = [
-        lease.held_since
-        for client in holders
-        for lease in client.leases
-        if (lease.pool, lease.version) == (pool.name, pool.version) and lease.held_since is not None
-    ]
-    return format.since(now - min(began)) if began else "?" if pool.leases else "-"
-
-
-def _aligned(cell: str, title: str, widths: Mapping[str, int]) -> str:
-    return cell.rjust(widths[title]) if title.startswith(">") else cell.ljust(widths[title])

@@ -295,10 +295,13 @@ def test_a_process_is_told_with_user_and_container() -> None:
 def test_ages_are_told_where_they_are_known() -> None:
     leases = LeaseInfo("a", 1, 1090.0), LeaseInfo("b", 1, 1060.0), LeaseInfo("c", 1)
     holder = ClientInfo(1, 4711, 0, "connected", leases, process=ProcessInfo("vllm", None, 1000.0))
-    assert (format.client_age(holder, 1100.0), format.held_for(holder, 1100.0)) == ("100 s", "40 s")
+    assert (format.client_age(holder, 1100.0), format.held_for(holder.leases, len(holder.leases), 1100.0)) == (
+        "100 s",
+        "40 s",
+    )
     older = ClientInfo(1, 4711, 0, "connected", (LeaseInfo("a", 1),))
-    assert (format.client_age(older, 1100.0), format.held_for(older, 1100.0)) == ("?", "?")
-    assert format.held_for(OWN, 1100.0) == "-"
+    assert (format.client_age(older, 1100.0), format.held_for(older.leases, len(older.leases), 1100.0)) == ("?", "?")
+    assert format.held_for((), 0, 1100.0) == "-"
 
 
 def test_processes_that_the_broker_could_not_see_are_looked_up_where_numbers_mean_the_same() -> None:
