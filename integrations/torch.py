@@ -190,7 +190,6 @@ class Room:
     """
 
     def __init__(self, start: int, nbytes: int, keeper: object = None) -> None:
-        self.start = start
         self.nbytes = nbytes
         #: Bytes of the last request that was refused; 0 if none was.
         self.refused = 0
@@ -210,11 +209,6 @@ class Room:
     def largest(self) -> int:
         """Bytes of the largest free piece."""
         return max((nbytes for _, nbytes in self._free), default=0)
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is taken."""
-        return not self._taken
 
     def take(self, nbytes: int) -> int | None:
         """Allocate a piece; return its address, a multiple of 512 bytes after the start, or None if none is free."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId
 from cubroker.client.pool import Pool
+from cubroker.integrations.runtime_manifest import some
 from cubroker.protocol.errors import Invalid, NotFound
 
 try:
@@ -233,7 +234,7 @@ def attach_model(model: Model, pool: Pool, *, strict: bool = True) -> Model:
     _tie(model, twins)
     if strict:
         _refuse_differences(model, pool, missing, unexpected)
-    if left := list(_on_meta(model)):
+    if left := runtime_pools.on_meta(model):
         raise Invalid(
             f"{_some(left)} of {type(model).__name__} would stay on the meta device: pool {pool.name!r} lacks them and"
             f" the model's _init_weights does not compute them; give them values before attaching"
@@ -387,15 +388,5 @@ def _without(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
-def _on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of all tensors without data: parameters, buffers and plain attributes."""
-    for path, module in model.named_modules():
-        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                yield f"{path}.{name}".lstrip(".")
-
-
 def _some(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"
+    return some([repr(name) for name in names])

@@ -33,7 +33,7 @@ import socket
 import weakref
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader, RawIOBase
 from pathlib import Path
@@ -365,14 +365,14 @@ class _Registration:
     def add(self, pool: Pool, number: int, device_id: int | None) -> None:
         """Register the pool's allocation of this index, and keep it leased from now on."""
         path, body, mirror = self._prepare(pool.handles()[number], pool.allocation_views[number], device_id)
-        with mirror.named(body["key"]) if mirror else nullcontext():
+        with mirror.named() if mirror else nullcontext():
             self.server.call("POST", path, body)
 
     def _prepare(
         self, handle: AllocationHandle, view: SharedTensor, device_id: int | None
     ) -> tuple[str, dict[str, Any], _Mirror | None]:
         """Record a region, and return the request for it; a server that does not answer may have registered it."""
-        name = f"{_own_name()}-{next(_numbers)}"
+        name = f"cubroker-{_namespace():x}-{os.getpid()}-{_started(os.getpid())}-{next(_numbers)}"
         body: dict[str, Any] = {"byte_size": handle.nbytes}
         mirror = _Mirror(name, handle.nbytes) if _on_host(view) else None
         if mirror:
@@ -466,14 +466,14 @@ class _Mirror:
         self._nbytes = nbytes
 
     @contextmanager
-    def named(self, key: str) -> Iterator[str]:
-        """Make the memory, and keep its name within a ``with`` block; yields the name."""
+    def named(self) -> Iterator[None]:
+        """Make the memory, and keep its name within a ``with`` block."""
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.posix_fallocate(fd, 0, self._nbytes)  # so that no access to it fails later
                 self._bytes = np.frombuffer(mmap.mmap(fd, self._nbytes), np.uint8)
-                yield key
+                yield
             finally:
                 os.close(fd)
                 self._path.unlink()
@@ -620,25 +620,17 @@ def _sweep(server: _Server) -> tuple[str, ...]:
     return tuple(swept)
 
 
-def _own_name() -> str:
-    return f"cubroker-{_namespace():x}-{os.getpid()}-{_started(os.getpid())}"
-
-
 def _has_ended(name: str) -> bool:
     """Whether a region is of a process of this namespace that has ended."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[1], 16) != _namespace():
         return False
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         return _started(int(match[2])) != int(match[3])
-    except (FileNotFoundError, ProcessLookupError):
-        pass
     try:
         os.kill(int(match[2]), 0)  # it may only be hidden (proc(5), hidepid)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 

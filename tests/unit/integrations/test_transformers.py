@@ -221,7 +221,7 @@ def test_what_nobody_computes_again_is_named(client: Broker, tmp_path: Path, kin
         with torch.device("meta"):
             model = kind()
         with pytest.raises(
-            Invalid, match=rf"'scale', 'fixed', 'table' of {kind.__name__} would stay on the meta device"
+            Invalid, match=rf"'fixed', 'table', 'scale' of {kind.__name__} would stay on the meta device"
         ):
             attach_model(model, pool)
         ready = kind()
