@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +86,8 @@ def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_
     """
     with options.connect(directory) as broker:
         everything, devices = broker.pools(), broker.devices()
-    pools = sorted((pool for pool in everything if matches(pool, patterns)), key=POOL_ORDERS[sort])
+    chosen = [pool for pool in everything if options.matches(patterns, pool.name, f"{pool.name}@{pool.version}")]
+    pools = sorted(chosen, key=POOL_ORDERS[sort])
     pools = pools[::-1] if reverse else pools
     if as_json:
         format.document(pools)
@@ -110,12 +110,6 @@ def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_
         format.say(f"No pool matches {' or '.join(patterns)}.{_nearest(patterns, everything)}")
     else:
         format.say_sentence("No pools: nothing has been loaded yet, or everything is retired.")
-
-
-def matches(pool: PoolInfo, patterns: Sequence[str]) -> bool:
-    """Whether a version matches one of the patterns, which are like a shell's for files; without any it does."""
-    names = pool.name, f"{pool.name}@{pool.version}"
-    return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _nearest(patterns: Sequence[str], pools: Sequence[PoolInfo]) -> str:
@@ -296,7 +290,7 @@ def clients(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool
 
 def _holds(client: ClientInfo, patterns: Sequence[str]) -> bool:
     names = [name for lease in client.leases for name in (lease.pool, f"{lease.pool}@{lease.version}")]
-    return not patterns or any(fnmatchcase(name, pattern) for name in (*names, *client.locks) for pattern in patterns)
+    return options.matches(patterns, *names, *client.locks)
 
 
 def _subject(value: str) -> str | int:

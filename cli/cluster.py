@@ -11,14 +11,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
-import msgspec
 
 from cubroker.cli import format, options
 from cubroker.cli.load import progress
@@ -320,11 +318,11 @@ def show_peers(
     NAME is a pool's, or a pattern such as 'qwen*'. The status is 1 if a host does not answer.
     """
     answers = ask_peers(resolve(known_peers(hosts or ())), find_folder(certificates))
-    answers = [_matching(answer, patterns) for answer in answers] if patterns else answers
+    shown = [(answer, _matching(answer, patterns)) for answer in answers]
     if as_json:
-        format.document([_plain(answer) for answer in answers])
+        format.document([_plain(*each) for each in shown])
     else:
-        rows = [(answer, offer) for answer in answers if answer.offers for offer in answer.offers.offers or (None,)]
+        rows = [(answer, offer) for answer, offers in shown if answer.offers for offer in offers or (None,)]
         format.print_table(
             rows,
             {
@@ -348,15 +346,13 @@ def _state(offer: Offer) -> str:
     return "current" if offer.current else "superseded"
 
 
-def _matching(answer: PeerAnswer, patterns: Sequence[str]) -> PeerAnswer:
-    if answer.offers is None:
-        return answer
-    kept = tuple(each for each in answer.offers.offers if any(fnmatchcase(each.name, pattern) for pattern in patterns))
-    return answer._replace(offers=msgspec.structs.replace(answer.offers, offers=kept))
+def _matching(answer: PeerAnswer, patterns: Sequence[str]) -> list[Offer]:
+    return [each for each in answer.offers.offers if options.matches(patterns, each.name)] if answer.offers else []
 
 
-def _plain(answer: PeerAnswer) -> dict[str, object]:
+def _plain(answer: PeerAnswer, shown: Sequence[Offer]) -> dict[str, object]:
     offers = answer.offers
+    pools = [format.plain(each) | {"content": each.content.hex() if each.content else None} for each in shown]
     return {
         "host": answer.address.host,
         "address": answer.address.ip or None,
@@ -364,12 +360,8 @@ def _plain(answer: PeerAnswer) -> dict[str, object]:
         "error": answer.error.message if answer.error else None,
         "readers": offers.readers if offers else None,
         "limit": offers.limit if offers else None,
-        "pools": [_plain_offer(offer) for offer in offers.offers] if offers else None,
+        "pools": pools if offers else None,
     }
-
-
-def _plain_offer(offer: Offer) -> dict[str, object]:
-    return {**format.plain(offer), "content": offer.content.hex() if offer.content else None}
 
 
 # -- certificates --------------------------------------------------------------------------------------

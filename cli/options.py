@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from math import isnan
 from pathlib import Path
@@ -344,6 +345,12 @@ def wait_of(given: float | None, owners: Sequence[str], *, if_absent: bool) -> f
 
 
 # -- options of commands that list ---------------------------------------------------------------------
+
+
+def matches(patterns: Sequence[str], *names: str) -> bool:
+    """Whether one of the names matches a pattern, which is like a shell's for files; without any they do."""
+    return not patterns or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
 
 reverse = click.option("--reverse", "-r", is_flag=True, help="Sort the other way round.")
 
