@@ -498,9 +498,12 @@ def _wait_until_free(broker: Broker, seconds: float) -> None:
             reason = f"{who} still held something after {seconds:g} s; the broker still lends nothing new,"
             raise TimedOut(f"{reason} {_until(broker)}")
         broker.wait_draining(min(LOOK, left), over=bool(broker.draining))
+        if broker.draining:
+            continue
         # The notice of draining may still be on its way, or draining ended before this process read it: ask.
-        if not broker.draining and _lends(broker.directory):
-            raise CubrokerError("another process has had the broker lend again, so there is nothing to wait for")
+        with suppress(Unavailable):  # during a restart there is no broker for a moment
+            if not handshake.ping(broker.directory, PING_SECONDS):
+                raise CubrokerError("another process has had the broker lend again, so there is nothing to wait for")
 
 
 def _until(broker: Broker) -> str:
@@ -510,14 +513,6 @@ def _until(broker: Broker) -> str:
     if broker.draining == ENDING:
         return f"until another one takes its place: {ENDING}. With its store, that one lends nothing either, {again}"
     return again
-
-
-def _lends(directory: Path) -> bool:
-    """Whether a broker answers that it lends; during a restart there is none for a moment."""
-    try:
-        return not handshake.ping(directory, PING_SECONDS)
-    except Unavailable:
-        return False
 
 
 def _holders(broker: Broker) -> dict[str, str]:
