@@ -48,11 +48,9 @@ BAR = {
     "retired": ("magenta", "░", "-"),
     "lost": ("red", "?", "?"),
     "freeing": ("dim", "~", "~"),
+    "outside the budget": ("dim", "·", "."),
 }
 """The parts of a bar, in order: the colour, the character, and the one for terminals that have only ASCII."""
-
-BEYOND = ("dim", "·", ".")
-"""The part of a bar outside the budget."""
 
 FEW = 8
 """As many devices have a line each; more share lines in pairs, if the terminal is wide enough."""
@@ -301,15 +299,13 @@ class Frame:
                 columns = min(max(1, round(width * nbytes[name] / device.total)), max(0, width - done))
                 yield marks[self.plain] * columns, colour
                 done += columns
-        colour, *marks = BEYOND
         yield " " * max(0, budget - done), ""
+        colour, *marks = BAR["outside the budget"]
         yield marks[self.plain] * (width - max(budget, done)), colour
 
     def _legend(self, view: View) -> Text:
-        there = {state(block) for block in view.blocks}
+        there = {"outside the budget", *(state(block) for block in view.blocks)}
         shown = [(f"{marks[self.plain]} {name}", colour) for name, (colour, *marks) in BAR.items() if name in there]
-        colour, *marks = BEYOND
-        shown.append((f"{marks[self.plain]} outside the budget", colour))
         indent = "   " if self.width >= PAIRED else ""
         while len(indent) + sum(len(words) + 2 for words, _ in shown) > self.width:
             shown.pop()
