@@ -27,7 +27,6 @@ from cubroker.protocol.status import DeviceInfo, PoolInfo
 
 if TYPE_CHECKING:
     from cubroker.client import Broker
-    from cubroker.server.config.schema import Setting
 
 T = TypeVar("T")
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -208,14 +207,9 @@ def complete_settings(_: click.Context, __: click.Parameter | None, incomplete: 
     key, equals, _value = incomplete.partition("=")
     if not equals:
         return _completions((f"{key}=" for key in SETTINGS), incomplete)
-    return _completions((f"{key}={value}" for value in _setting_values(SETTINGS.get(key))), incomplete)
-
-
-def _setting_values(setting: Setting | None) -> tuple[str, ...]:
-    kind = setting.kind.type if setting else None
-    if kind is bool:
-        return "false", "true"
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    kind = SETTINGS[key].kind.type if key in SETTINGS else None
+    values = ("false", "true") if kind is bool else get_args(kind) if get_origin(kind) is Literal else ()
+    return _completions((f"{key}={value}" for value in values), incomplete)
 
 
 def _pools(context: click.Context) -> Sequence[PoolInfo]:
@@ -226,18 +220,15 @@ def _ask(context: click.Context, question: Callable[[Broker], Sequence[T]]) -> S
     """Return the answer of the broker that the command would use; nothing if it does not answer."""
     from cubroker.client.broker import Broker
 
-    given = [each.params["directory"] for each in (context, context.find_root()) if _is_given(each)]
-    directory: Path | None = given[0] if given else None
+    directory: Path | None = None
+    for each in (context.find_root(), context):
+        if each.get_parameter_source("directory") is ParameterSource.COMMANDLINE:
+            directory = each.params["directory"]
     try:
         with Broker(directory, connect_timeout=COMPLETION_SECONDS) as broker:
             return question(broker)
     except (CubrokerError, OSError):
         return ()
-
-
-def _is_given(context: click.Context) -> bool:
-    """Whether the command line says where the broker serves."""
-    return context.get_parameter_source("directory") is ParameterSource.COMMANDLINE
 
 
 def _completions(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
