@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from time import monotonic, perf_counter, sleep
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, BinaryIO, Self
 
 import click
@@ -530,9 +530,7 @@ class DemoStage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._holding = True
         for worker in self._workers:
             if kind is None:
