@@ -14,6 +14,7 @@ import time
 import tty
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -164,33 +165,28 @@ def _is_plain(console: Console) -> bool:
     return not console.encoding.lower().startswith("utf")
 
 
+@dataclass
 class Screen:
-    """A picture on the terminal that follows the broker and the keys.
+    """A picture on the terminal that follows the broker and the keys."""
 
-    Args:
-        console: the terminal.
-        directory: where the broker serves.
-        every: seconds between two looks.
-        choice: what is shown.
-    """
-
-    def __init__(self, console: Console, directory: Path, every: float, choice: Choice) -> None:
-        self._console = console
-        self._directory = directory
-        self._every = every
-        self._choice = choice
-        self._view: View | None = None
-        self._own = 0
-        self._why = ""  # why the view is not fresh
-        self._seen = ""  # when it was fresh
+    console: Console
+    directory: Path
+    #: Seconds between two looks.
+    every: float
+    choice: Choice
+    _view: View | None = None
+    _own: int = 0
+    #: Why the view is not fresh, and when it was.
+    _why: str = ""
+    _seen: str = ""
 
     def follow(self) -> None:
         """Show the broker's state until q is pressed; a broker that has ended, hangs or refuses may serve again."""
-        with Terminal(self._console) as keys, Live(console=self._console, screen=True, auto_refresh=False) as live:
+        with Terminal(self.console) as keys, Live(console=self.console, screen=True, auto_refresh=False) as live:
             self._draw(live)
             while True:
                 try:
-                    with options.connect(self._directory) as broker:
+                    with options.connect(self.directory) as broker:
                         self._own = broker.session
                         while self._look(broker, keys, live) and self._pause(keys, live):
                             pass
@@ -207,7 +203,7 @@ class Screen:
         while not asked.wait(KEYS_WAIT):
             if not self._press(keys.wait(KEYS_WAIT), live):
                 return False
-            if not self._why and time.monotonic() - began > max(SLOW, self._every):
+            if not self._why and time.monotonic() - began > max(SLOW, self.every):
                 self._stale("the broker does not answer")
                 self._draw(live)
         self._view, self._why = _told(expect(asked.result(), View), self._own), ""
@@ -219,7 +215,7 @@ class Screen:
 
     def _pause(self, keys: Terminal, live: Live) -> bool:
         """Handle keys until it is time to look again; return whether to continue."""
-        end = time.monotonic() + self._every
+        end = time.monotonic() + self.every
         while (left := end - time.monotonic()) > 0:
             if not self._press(keys.wait(left), live):
                 return False
@@ -227,17 +223,17 @@ class Screen:
 
     def _press(self, keys: Sequence[str], live: Live) -> bool:
         devices = [device.index for device in self._view.devices] if self._view else []
-        going = all(self._choice.press(key, devices) for key in keys)
+        going = all(self.choice.press(key, devices) for key in keys)
         self._draw(live)
         return going
 
     def _draw(self, live: Live) -> None:
-        width, height = _width(), self._console.height
+        width, height = _width(), self.console.height
         stale = f"as of {self._seen}: {format.printable(self._why)}"
         if self._view is None:
             shown = [Text(stale if self._why else "looking for the broker")]
         else:
-            frame = Frame(width, height, _is_plain(self._console), self._own, self._choice)
+            frame = Frame(width, height, _is_plain(self.console), self._own, self.choice)
             shown = frame.lines(self._view, time.time())
             if self._why:
                 shown[0] = Text(stale, "bold red")
