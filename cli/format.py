@@ -287,32 +287,30 @@ def render_table(
     Columns of ``spare`` are left out, in that order, before any column is folded to less than the longest element of
     its lists, or than half of the terminal if that is less.
     """
-    cells = [[title.lstrip(">~") for title in titles], *([printable(cell) for cell in row] for row in rows)]
-    widths = {title: max(map(len, column)) for title, column in zip(titles, zip(*cells, strict=True), strict=True)}
-    shown = list(titles)
+    columns = {title: [title.lstrip(">~"), *map(printable, cells)] for title, *cells in zip(titles, *rows, strict=True)}
+    widths = {title: max(map(len, cells)) for title, cells in columns.items()}
     if limit is not None:
         least = widths | {
             title: min(
-                limit // 2, max(len(piece) for cell in column for piece in cell.replace(", ", ",\n").splitlines())
+                limit // 2, max(len(piece) for cell in cells for piece in cell.replace(", ", ",\n").splitlines())
             )
-            for title, column in zip(titles, zip(*cells, strict=True), strict=True)
+            for title, cells in columns.items()
             if title.startswith("~")
         }
         for name in spare:
-            if sum(least[title] + len(GAP) for title in shown) - len(GAP) <= limit:
+            if sum(least[title] + len(GAP) for title in columns) - len(GAP) <= limit:
                 break
-            shown = [title for title in shown if title.lstrip(">~") != name]
-        excess = max(0, sum(widths[title] + len(GAP) for title in shown) - len(GAP) - limit)
-        for title in shown:
+            columns = {title: cells for title, cells in columns.items() if title.lstrip(">~") != name}
+        excess = max(0, sum(widths[title] + len(GAP) for title in columns) - len(GAP) - limit)
+        for title in columns:
             if title.startswith("~") and excess:
                 folded = max(widths[title] - excess, min(widths[title], NARROWEST))
                 excess -= widths[title] - folded
                 widths[title] = folded
-    places = [titles.index(title) for title in shown]
-    for row in cells:
-        pieces = [[*_fold(row[place], widths[title])] for title, place in zip(shown, places, strict=True)]
+    for row in zip(*columns.values(), strict=True):
+        pieces = [[*_fold(cell, widths[title])] for title, cell in zip(columns, row, strict=True)]
         for line in zip_longest(*pieces, fillvalue=""):
-            aligned = (align(cell, title, widths[title]) for title, cell in zip(shown, line, strict=True))
+            aligned = (align(cell, title, widths[title]) for title, cell in zip(columns, line, strict=True))
             yield GAP.join(aligned).rstrip()
 
 
