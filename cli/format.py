@@ -254,16 +254,9 @@ def _versioned(value: object) -> object:
 # -- tables --------------------------------------------------------------------------------------------
 
 
-def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = ()) -> None:
-    """Print a table with a line for each of ``rows``; only on a terminal is its width limited.
-
-    Args:
-        rows: what the lines are about.
-        columns: the cells of a row.
-        spare: titles of the columns that are left out, in this order, while the terminal is too narrow.
-    """
-    limit = terminal_width()
-    header, *lines = render_table([*columns], _cells(rows, columns), limit, spare)
+def print_table(rows: Sequence[R], columns: Columns[R], spare: Sequence[str] = ()) -> None:
+    """Print a table as :func:`render_table` yields it; only on a terminal is its width limited."""
+    header, *lines = render_table(rows, columns, terminal_width(), spare)
     say(click.style(header, bold=True))
     for line in lines:
         say(line)
@@ -272,45 +265,45 @@ def print_table(rows: Iterable[R], columns: Columns[R], spare: Sequence[str] = (
 def fits(rows: Sequence[R], columns: Columns[R]) -> bool:
     """Whether a table is no wider than the terminal; True if there is no terminal."""
     limit = terminal_width()
-    return limit is None or max(map(len, render_table([*columns], _cells(rows, columns)))) <= limit
-
-
-def _cells(rows: Iterable[R], columns: Columns[R]) -> list[list[str]]:
-    return [[cell(row) for cell in columns.values()] for row in rows]
+    return limit is None or max(map(len, render_table(rows, columns))) <= limit
 
 
 def render_table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None = None, spare: Sequence[str] = ()
+    rows: Sequence[R], columns: Columns[R], limit: int | None = None, spare: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield the header and the lines of a table; ``limit`` is the width of the terminal.
+    """Yield the header of a table, and the lines for each of ``rows``.
 
-    Columns of ``spare`` are left out, in that order, before any column is folded to less than the longest element of
-    its lists, or than half of the terminal if that is less.
+    Args:
+        rows: what the lines are about.
+        columns: the cells of a row.
+        limit: the width of the terminal.
+        spare: titles of the columns that are left out, in this order, before any column is folded to less than the
+            longest element of its lists, or than half of the terminal if that is less.
     """
-    columns = {title: [title.lstrip(">~"), *map(printable, cells)] for title, *cells in zip(titles, *rows, strict=True)}
-    widths = {title: max(map(len, cells)) for title, cells in columns.items()}
+    cells = {title: [title.lstrip(">~"), *(printable(cell(row)) for row in rows)] for title, cell in columns.items()}
+    widths = {title: max(map(len, column)) for title, column in cells.items()}
     if limit is not None:
         least = widths | {
             title: min(
-                limit // 2, max(len(piece) for cell in cells for piece in cell.replace(", ", ",\n").splitlines())
+                limit // 2, max(len(piece) for cell in column for piece in cell.replace(", ", ",\n").splitlines())
             )
-            for title, cells in columns.items()
+            for title, column in cells.items()
             if title.startswith("~")
         }
         for name in spare:
-            if sum(least[title] + len(GAP) for title in columns) - len(GAP) <= limit:
+            if sum(least[title] + len(GAP) for title in cells) - len(GAP) <= limit:
                 break
-            columns = {title: cells for title, cells in columns.items() if title.lstrip(">~") != name}
-        excess = max(0, sum(widths[title] + len(GAP) for title in columns) - len(GAP) - limit)
-        for title in columns:
+            cells = {title: column for title, column in cells.items() if title.lstrip(">~") != name}
+        excess = max(0, sum(widths[title] + len(GAP) for title in cells) - len(GAP) - limit)
+        for title in cells:
             if title.startswith("~") and excess:
                 folded = max(widths[title] - excess, min(widths[title], NARROWEST))
                 excess -= widths[title] - folded
                 widths[title] = folded
-    for row in zip(*columns.values(), strict=True):
-        pieces = [[*_fold(cell, widths[title])] for title, cell in zip(columns, row, strict=True)]
+    for row in zip(*cells.values(), strict=True):
+        pieces = [[*_fold(cell, widths[title])] for title, cell in zip(cells, row, strict=True)]
         for line in zip_longest(*pieces, fillvalue=""):
-            aligned = (align(cell, title, widths[title]) for title, cell in zip(columns, line, strict=True))
+            aligned = (align(cell, title, widths[title]) for title, cell in zip(cells, line, strict=True))
             yield GAP.join(aligned).rstrip()
 
 

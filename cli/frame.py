@@ -416,9 +416,8 @@ class Frame:
             return
         everything = format.client_columns(clients, now)
         columns = {title: cell for title, cell in everything.items() if not title.startswith("~")}
-        cells = [[cell(client) for cell in columns.values()] for client in shown]
         limit = max(20, self.width - max(LEAST_BY, self.width // 4))
-        header, *rows = format.render_table([*columns], cells, limit, format.CLIENT_SPARE)
+        header, *rows = format.render_table(shown, columns, limit, format.CLIENT_SPARE)
         wide = max(map(len, (header, *rows))) + 1
         title = self._row([header.ljust(wide)], "LEASES")
         title.stylize("bold")

@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 
 from cubroker.cli import format
-from cubroker.cli.format import render_table
 from cubroker.protocol.status import ClientInfo, LeaseInfo, ProcessInfo
 from cubroker.server.transport.unix_sockets import read_process
 from tests import checkpoints, forkserver
@@ -176,6 +177,12 @@ def test_as_many_holders_are_named_as_fit(width: int, words: str) -> None:
 
 
 POOLS = ("~POOL", ">SIZE", "OWNER")
+
+
+def render_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *limit: int, **terms: object) -> Iterator[str]:
+    """Render a table whose rows are their cells."""
+    columns = {title: itemgetter(number) for number, title in enumerate(titles)}
+    return format.render_table(rows, columns, *limit, **terms)  # type: ignore[arg-type]
 
 
 def test_columns_are_aligned_and_lines_end_where_their_text_does() -> None:
