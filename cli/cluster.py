@@ -224,10 +224,14 @@ def fetch_pool(
     limit = options.wait_of(wait, owners, if_absent=if_absent)
     if metrics and not following:
         raise click.UsageError("--metrics works only with --follow: give both, or leave it out")
+    devices = None
+    if chosen:
+        with options.connect(directory) as broker:
+            devices = options.find_devices(chosen, broker.devices())  # indexes are the broker's, not this process's
     common: dict[str, Any] = {
         "directory": directory,
         "certificates": certificates,
-        "devices": _uuids(directory, chosen) if chosen else None,
+        "devices": devices,
         "share": share,
         "mode": mode,
         "durable": durable,
@@ -252,12 +256,6 @@ def fetch_pool(
             **common,
         )
     _tell(fetched, as_json=as_json)
-
-
-def _uuids(directory: Path, chosen: Sequence[str]) -> list[str]:
-    """Return the UUIDs of the broker's devices of these names; indexes are the broker's, not this process's."""
-    with options.connect(directory) as broker:
-        return options.find_devices(chosen, broker.devices())
 
 
 def _follow(

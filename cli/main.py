@@ -67,11 +67,8 @@ HANDLED_LATER = {"serve": frozenset({signal.SIGHUP, signal.SIGUSR1}), "keep": si
 """Signals that a subcommand unblocks itself, once it has handlers for them."""
 
 
-DRIVEN = {"load"}
-"""Subcommands that copy to devices: CUDA is initialized while their modules are imported, which takes as long."""
-
 DESCRIPTORS = 200
-"""Descriptors that such a subcommand may add; CUDA has 40 of them, and the reads of each device 32."""
+"""Descriptors that ``load`` may add; CUDA has 40 of them, and the reads of each device 32."""
 
 
 class Commands(click.Group):
@@ -85,7 +82,7 @@ class Commands(click.Group):
         """Import the command of that name; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in DRIVEN:
+        if cmd_name == "load":  # CUDA is initialized while its modules are imported, which takes as long
             from cubroker.driver.system_calls import make_room
 
             make_room(DESCRIPTORS)  # before there is another thread
