@@ -130,7 +130,8 @@ def export(
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}"), NotServing):
         meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
-        service = exporter.Exporter(directory, find_folder(certificates), rules, meter, options.connector())
+        connect = partial(options.connect, limit=options.timeout())
+        service = exporter.Exporter(directory, find_folder(certificates), rules, meter, connect)
         with logs.to_standard_output() as say:
             asyncio.run(_serve(service, listen, say))
 

@@ -355,31 +355,22 @@ def sort(orders: Iterable[str], default: str) -> Callable[[Decorated], Decorated
 # -- the session with the broker -----------------------------------------------------------------------
 
 
-def connect(directory: Path) -> Broker:
-    """Open a session with the broker that serves ``directory``, which has ``--timeout`` seconds to greet.
+def connect(directory: Path | None, limit: float | None = None) -> Broker:
+    """Open a session with the broker that serves ``directory``; only this loads ZeroMQ and the driver.
+
+    Args:
+        directory: as for :class:`cubroker.Broker`.
+        limit: seconds that the broker may take to greet; by default :func:`timeout`, which other threads cannot ask.
 
     Raises:
         Unavailable: no broker serves there, or none answers in time.
         Denied: this user may not connect.
         OverQuota: this user has as many sessions as it may have.
     """
-    return connector()(directory)
-
-
-def connector() -> Callable[[Path | None], Broker]:
-    """Return a function that opens sessions as :func:`connect` does, for threads on which click knows no command.
-
-    ZeroMQ and the driver are imported here, so that commands without a session do not load them.
-    """
     from cubroker.client.broker import Broker
 
-    limit = timeout()
-
-    def open_session(directory: Path | None) -> Broker:
-        with hinting_at_timeout():
-            return Broker(directory, connect_timeout=limit)
-
-    return open_session
+    with hinting_at_timeout():
+        return Broker(directory, connect_timeout=timeout() if limit is None else limit)
 
 
 def timeout() -> float:
