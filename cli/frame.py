@@ -16,10 +16,6 @@ from cubroker.cli import format
 from cubroker.protocol.messages import View
 from cubroker.protocol.status import BlockInfo, ClientInfo, DeviceInfo, PoolInfo
 
-UP, DOWN, PAGE_UP, PAGE_DOWN, HOME, END = "up", "down", "page up", "page down", "home", "end"
-ENTER, ESCAPE, BACKSPACE = "enter", "escape", "backspace"
-"""The keys that are not characters."""
-
 NARROWEST = 40
 """Columns that a picture has at least, however narrow the terminal."""
 
@@ -101,7 +97,7 @@ class Choice:
         """Handle a key, which may change what is shown; return whether to continue.
 
         Args:
-            key: a character, or one of the names above.
+            key: a character, or the name of a key in :data:`cubroker.cli.top.NAMED`.
             devices: the indexes of all devices.
         """
         if self.typing:
@@ -123,14 +119,14 @@ class Choice:
             self.offset = 0
         elif key == "/":
             self.typing, self.filter, self.offset = True, "", 0
-        elif key == ESCAPE:
+        elif key == "escape":
             self.filter, self.device, self.offset = "", None, 0
         return True
 
     def _type(self, key: str) -> None:
-        if key in (ENTER, ESCAPE):
-            self.typing, self.filter = False, "" if key == ESCAPE else self.filter
-        elif key == BACKSPACE:
+        if key in ("enter", "escape"):
+            self.typing, self.filter = False, "" if key == "escape" else self.filter
+        elif key == "backspace":
             self.filter = self.filter[:-1]
         elif len(key) == 1:
             self.filter += key
@@ -151,12 +147,12 @@ class Choice:
 
 
 _MOVES: Mapping[str, Callable[[Choice], int]] = {
-    UP: lambda choice: -1,
-    DOWN: lambda choice: 1,
-    PAGE_UP: lambda choice: -choice.page,
-    PAGE_DOWN: lambda choice: choice.page,
-    HOME: lambda choice: -choice.rows,
-    END: lambda choice: choice.rows,
+    "up": lambda choice: -1,
+    "down": lambda choice: 1,
+    "page up": lambda choice: -choice.page,
+    "page down": lambda choice: choice.page,
+    "home": lambda choice: -choice.rows,
+    "end": lambda choice: choice.rows,
 }
 
 

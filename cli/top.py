@@ -26,22 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cubroker.cli import format, options
-from cubroker.cli.frame import (
-    BACKSPACE,
-    DOWN,
-    END,
-    ENTER,
-    ESCAPE,
-    HOME,
-    NARROWEST,
-    PAGE_DOWN,
-    PAGE_UP,
-    POOL_ORDERS,
-    POOLS,
-    UP,
-    Choice,
-    Frame,
-)
+from cubroker.cli.frame import NARROWEST, POOL_ORDERS, POOLS, Choice, Frame
 from cubroker.client import Broker
 from cubroker.client.transport.requests import expect
 from cubroker.protocol.errors import CubrokerError
@@ -54,15 +39,15 @@ SLOW = 2.0
 """Seconds after which the picture says that the broker does not answer."""
 
 NAMED = {
-    **dict.fromkeys(("\x1b[A", "\x1bOA"), UP),
-    **dict.fromkeys(("\x1b[B", "\x1bOB"), DOWN),
-    "\x1b[5~": PAGE_UP,
-    "\x1b[6~": PAGE_DOWN,
-    **dict.fromkeys(("\x1b[H", "\x1bOH", "\x1b[1~", "\x1b[7~"), HOME),
-    **dict.fromkeys(("\x1b[F", "\x1bOF", "\x1b[4~", "\x1b[8~"), END),
-    **dict.fromkeys("\r\n", ENTER),
-    **dict.fromkeys("\x7f\x08", BACKSPACE),
-    "\x1b": ESCAPE,
+    **dict.fromkeys(("\x1b[A", "\x1bOA"), "up"),
+    **dict.fromkeys(("\x1b[B", "\x1bOB"), "down"),
+    "\x1b[5~": "page up",
+    "\x1b[6~": "page down",
+    **dict.fromkeys(("\x1b[H", "\x1bOH", "\x1b[1~", "\x1b[7~"), "home"),
+    **dict.fromkeys(("\x1b[F", "\x1bOF", "\x1b[4~", "\x1b[8~"), "end"),
+    **dict.fromkeys("\r\n", "enter"),
+    **dict.fromkeys("\x7f\x08", "backspace"),
+    "\x1b": "escape",
 }
 """The names of what terminals send for keys, in both of their modes for cursor keys (ECMA-48, xterm)."""
 
@@ -300,7 +285,7 @@ class Terminal:
     def wait(self, seconds: float) -> list[str]:
         """Return the keys that are pressed; wait for the first one, or for a change of the terminal's size.
 
-        A key is its character, or one of the names in :mod:`cubroker.cli.frame`.
+        A key is its character, or its name in :data:`NAMED`.
         """
         ready = self._ready(seconds)
         if self._woken in ready:

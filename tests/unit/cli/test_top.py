@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from cubroker.cli import frame as keys
 from cubroker.cli.frame import CLIENTS, POOLS, Choice, Frame
 from cubroker.cli.top import split
 from cubroker.client import Broker
@@ -435,7 +434,7 @@ def test_columns_stay_where_they_are_while_rows_are_scrolled(crowd: View) -> Non
     def header(*pressing: str) -> str:
         return next(line for line in pressed(crowd, *pressing)[1] if line.startswith("POOL"))
 
-    assert {header(), header(keys.PAGE_DOWN), header(keys.END)} == {header()}
+    assert {header(), header("page down"), header("end")} == {header()}
 
 
 def test_the_column_that_is_sorted_by_goes_last(crowd: View) -> None:
@@ -460,14 +459,14 @@ def test_every_one_of_many_pools_can_be_reached_by_keys(crowd: View) -> None:
     assert len(everything) == len(crowd.pools) > 200
     _, first = pressed(crowd)
     page = len(pools(first))
-    _, second = pressed(crowd, keys.PAGE_DOWN)
+    _, second = pressed(crowd, "page down")
     assert pools(first) + pools(second) == everything[: 2 * page]
-    assert pools(pressed(crowd, keys.DOWN)[1]) == everything[1 : page + 1]
-    assert pools(pressed(crowd, keys.END)[1]) == everything[-page:]
-    assert pools(pressed(crowd, keys.END, keys.UP)[1]) == everything[-page - 1 : -1]
-    assert pools(pressed(crowd, keys.END, keys.PAGE_UP, keys.HOME, keys.UP)[1]) == everything[:page]
-    assert pools(pressed(crowd, keys.END, keys.DOWN, keys.PAGE_DOWN)[1]) == everything[-page:]
-    rest = [keys.PAGE_DOWN] * (len(everything) // page + 1)
+    assert pools(pressed(crowd, "down")[1]) == everything[1 : page + 1]
+    assert pools(pressed(crowd, "end")[1]) == everything[-page:]
+    assert pools(pressed(crowd, "end", "up")[1]) == everything[-page - 1 : -1]
+    assert pools(pressed(crowd, "end", "page up", "home", "up")[1]) == everything[:page]
+    assert pools(pressed(crowd, "end", "down", "page down")[1]) == everything[-page:]
+    rest = ["page down"] * (len(everything) // page + 1)
     reached = [name for count in range(len(rest)) for name in pools(pressed(crowd, *rest[:count])[1])]
     assert set(reached) == set(everything)
 
@@ -486,18 +485,18 @@ def test_keys_sort_and_reverse(crowd: View) -> None:
 
 def test_a_filter_is_typed_and_taken_back(crowd: View) -> None:
     wanted = {f"{pool.name}@{pool.version}" for pool in crowd.pools if "qwen" in pool.name}
-    choice, drawn = pressed(crowd, "/", *"QWEN3X", keys.BACKSPACE)
+    choice, drawn = pressed(crowd, "/", *"QWEN3X", "backspace")
     assert drawn[-2:] == ["filter: QWEN3_", "Enter keeps it  Escape takes it back"]
     assert set(pools(drawn)) <= wanted
-    choice, drawn = pressed(crowd, "/", *"qwen", keys.ENTER)
+    choice, drawn = pressed(crowd, "/", *"qwen", "enter")
     assert f"of {len(wanted)} pools, by size, filter qwen" in drawn[-2]
     assert choice.press("q", []) is False, "what is typed is no key any more"
-    assert set(pools(pressed(crowd, "/", *"*-1@?", keys.ENTER)[1])) <= {n for n in pools(lines(crowd)) if "-1@" in n}
-    _, drawn = pressed(crowd, "/", *"none such", keys.ENTER)
+    assert set(pools(pressed(crowd, "/", *"*-1@?", "enter")[1])) <= {n for n in pools(lines(crowd)) if "-1@" in n}
+    _, drawn = pressed(crowd, "/", *"none such", "enter")
     assert "No pool matches; Escape shows all." in drawn
     assert drawn[-2].startswith("0 pools, by size")
-    assert len(pools(pressed(crowd, "/", *"qwen", keys.ESCAPE)[1])) == len(pools(pressed(crowd)[1]))
-    assert pressed(crowd, "/", *"qwen", keys.ENTER, "d", keys.ESCAPE)[0].filter == ""
+    assert len(pools(pressed(crowd, "/", *"qwen", "escape")[1])) == len(pools(pressed(crowd)[1]))
+    assert pressed(crowd, "/", *"qwen", "enter", "d", "escape")[0].filter == ""
 
 
 def test_a_device_is_shown_alone(crowd: View) -> None:
@@ -531,7 +530,7 @@ def test_processes_are_listed_with_what_they_hold(crowd: View) -> None:
     by_name = lines(view, 200, choice=Choice(filter=f"{lease.pool}@{lease.version}"))
     holder = next(line for line in by_name if line.startswith(f"{lease.pool}@{lease.version} "))
     assert "5 min vllm" in holder
-    assert pressed(view, "c", "/", *"vllm", keys.ENTER)[1][-2].startswith("1-1 of 1 clients")
+    assert pressed(view, "c", "/", *"vllm", "enter")[1][-2].startswith("1-1 of 1 clients")
     assert max(map(len, lines(view, 40, 24, choice=choice))) <= 40
 
 
@@ -578,14 +577,14 @@ def test_options_choose_what_is_shown(directory: Path, name: str) -> None:
     ("sent", "expected"),
     [
         ("q", ["q"]),
-        ("\x1b[A\x1b[B\x1bOA", [keys.UP, keys.DOWN, keys.UP]),
-        ("\x1b[5~\x1b[6~", [keys.PAGE_UP, keys.PAGE_DOWN]),
-        ("\x1b[H\x1b[4~", [keys.HOME, keys.END]),
-        ("\x1b", [keys.ESCAPE]),
+        ("\x1b[A\x1b[B\x1bOA", ["up", "down", "up"]),
+        ("\x1b[5~\x1b[6~", ["page up", "page down"]),
+        ("\x1b[H\x1b[4~", ["home", "end"]),
+        ("\x1b", ["escape"]),
         ("\x1b[1;5Cx", ["x"]),
         ("\x1b[200~", []),
         ("\x1b[", []),
-        ("ä\x7f\r\x01", ["ä", keys.BACKSPACE, keys.ENTER]),
+        ("ä\x7f\r\x01", ["ä", "backspace", "enter"]),
     ],
 )
 def test_keys_are_told_from_what_a_terminal_sends(sent: str, expected: list[str]) -> None:
