@@ -21,19 +21,8 @@ import click
 from cubroker.cli import format, options
 from cubroker.cli.load import progress
 from cubroker.client.transport.handshake import NotServing
-from cubroker.integrations.cluster import exporter
-from cubroker.integrations.cluster.connection import (
-    FOLDER,
-    PEERS_FILE,
-    PeerAddress,
-    PeerAnswer,
-    ask_peers,
-    check_host,
-    find_folder,
-    known_peers,
-    parse,
-    resolve,
-)
+from cubroker.integrations.cluster import connection, exporter
+from cubroker.integrations.cluster.connection import PeerAddress, PeerAnswer
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
 from cubroker.integrations.cluster.striping import WIDTH
@@ -46,7 +35,7 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  # behind certificates of both sides
 
 @options.typed
 def _metrics_address(value: str) -> PeerAddress:
-    address = parse(value, least=0)
+    address = connection.parse(value, least=0)
     if value in (address.host, f"[{address.host}]"):
         raise Invalid(f"{value!r} has no port, as 127.0.0.1:9412 has")
     return address
@@ -59,13 +48,13 @@ def _hosts(value: str) -> tuple[str, ...]:
     if not hosts:
         raise Invalid(f"{value!r} names no host, as gpu-1,gpu-2:7411 does")
     for host in hosts:
-        parse(host)
+        connection.parse(host)
     return hosts
 
 
 @options.typed
 def _certified(value: str) -> str:
-    check_host(value)
+    connection.check_host(value)
     return value
 
 
@@ -73,7 +62,7 @@ certificates_folder = click.option(
     "--certificates",
     type=options.PATH,
     metavar="DIR",
-    help=f"The folder with ca.pem, cert.pem and key.pem.  [default: $CUBROKER_CERTIFICATES, else {FOLDER}]",
+    help=f"The folder with ca.pem, cert.pem and key.pem.  [default: $CUBROKER_CERTIFICATES, else {connection.FOLDER}]",
 )
 from_hosts = click.option(
     "--from",
@@ -81,7 +70,7 @@ from_hosts = click.option(
     type=_hosts,
     metavar="HOST[:PORT],...",
     help="Hosts that may have it; a name with several addresses stands for all of them."
-    f"  [default: $CUBROKER_PEERS, else {PEERS_FILE}]",
+    f"  [default: $CUBROKER_PEERS, else {connection.PEERS_FILE}]",
 )
 metrics = click.option(
     "--metrics",
@@ -98,7 +87,7 @@ metrics = click.option(
 @click.argument("patterns", metavar="[NAME...]", nargs=-1, shell_complete=options.complete_pools)
 @click.option(
     "--listen",
-    type=options.typed(partial(parse, least=0)),
+    type=options.typed(partial(connection.parse, least=0)),
     default=f"{EVERYWHERE}:{PORT}",
     show_default=True,
     metavar="HOST[:PORT]",
@@ -131,7 +120,7 @@ def export(
         meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
         connect = partial(options.connect, limit=options.timeout())
-        service = exporter.Exporter(directory, find_folder(certificates), rules, meter, connect)
+        service = exporter.Exporter(directory, connection.find_folder(certificates), rules, meter, connect)
         with logs.to_standard_output() as say:
             asyncio.run(_serve(service, listen, say))
 
@@ -240,7 +229,7 @@ def fetch_pool(
         "patience": patience,
         "connect_timeout": options.timeout(),
     }
-    sources = known_peers(hosts or ())
+    sources = connection.known_peers(hosts or ())
     if following:
         _follow(reference.name, sources, common, metrics, as_json=as_json)
         return
@@ -316,7 +305,8 @@ def show_peers(
 
     NAME is a pool's, or a pattern such as 'qwen*'. The status is 1 if a host does not answer.
     """
-    answers = ask_peers(resolve(known_peers(hosts or ())), find_folder(certificates))
+    peers = connection.resolve(connection.known_peers(hosts or ()))
+    answers = connection.ask_peers(peers, connection.find_folder(certificates))
     shown = [(answer, _matching(answer, patterns)) for answer in answers]
     if as_json:
         format.document([_plain(*each) for each in shown])
