@@ -32,7 +32,6 @@ from cubroker.cli.doctor.facts import (
     DeviceFacts,
     DirectoryFacts,
     DriverFacts,
-    Examined,
     Facts,
     Finding,
     HostFacts,
@@ -109,7 +108,7 @@ class DoctorReport:
     """
 
     def __init__(self, facts: Facts) -> None:
-        self.devices = [(each.device, verdicts.judge_device(each, facts)) for each in facts.devices]
+        self.devices = [(device, verdicts.judge_device(device, facts)) for device in facts.devices]
         self.host = verdicts.judge_machine(facts)
 
     @property
@@ -213,11 +212,11 @@ async def gather(
     if spec is None and not devices:
         spec, devices = EMULATED, (await _survey(EMULATED, limit)).devices
     gate = asyncio.Semaphore(AT_ONCE)
-    host, examined = await asyncio.gather(
+    host, tried = await asyncio.gather(
         asyncio.to_thread(examine_machine, directory, patience=patience),
         asyncio.gather(*(try_device(gate, spec or GPUS, device, limit) for device in devices)),
     )
-    return Facts(driver, tuple(examined), replace(host, doubt=doubt))
+    return Facts(driver, tuple(tried), replace(host, doubt=doubt))
 
 
 async def _survey(spec: str, limit: float) -> Survey:
@@ -225,7 +224,7 @@ async def _survey(spec: str, limit: float) -> Survey:
     return Survey(DriverFacts(spec, answer)) if isinstance(answer, Trial) else answer
 
 
-async def try_device(gate: asyncio.Semaphore, spec: str, device: DeviceFacts, limit: float) -> Examined:
+async def try_device(gate: asyncio.Semaphore, spec: str, device: DeviceFacts, limit: float) -> DeviceFacts:
     """Make one trial after the other on a device, until one gets no answer."""
     trials: dict[str, Trial] = {}
     async with gate:
@@ -234,7 +233,7 @@ async def try_device(gate: asyncio.Semaphore, spec: str, device: DeviceFacts, li
                 trials[kind] = Trial("skipped")
             else:
                 trials[kind] = await ask(trial_command(kind, spec, str(device.index)), limit, Trial)
-    return Examined(device, trials)
+    return replace(device, trials=trials)
 
 
 async def ask(line: Sequence[str], limit: float, kind: type[R]) -> R | Trial:

@@ -107,6 +107,8 @@ class DeviceFacts:
     peers: Mapping[int, bool] = field(default_factory=dict)
     #: Works, or why the driver does not report links.
     links: Trial = Trial("works")
+    #: The outcome of each trial by kind; none in a survey.
+    trials: Mapping[str, Trial] = field(default_factory=dict)
 
     @property
     def mig(self) -> bool:
@@ -120,14 +122,6 @@ class Survey:
 
     driver: DriverFacts
     devices: tuple[DeviceFacts, ...] = ()
-
-
-@dataclass(frozen=True)
-class Examined:
-    """One device, and the outcome of each trial on it by kind."""
-
-    device: DeviceFacts
-    trials: Mapping[str, Trial]
 
 
 # -- the machine ---------------------------------------------------------------------------------------
@@ -274,7 +268,7 @@ class Facts:
     """All facts. ``devices`` are host devices if none were named and there is no GPU."""
 
     driver: DriverFacts
-    devices: tuple[Examined, ...]
+    devices: tuple[DeviceFacts, ...]
     host: HostFacts
 
 

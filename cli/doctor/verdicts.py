@@ -15,7 +15,6 @@ from cubroker.cli.doctor.facts import (
     BrokerFacts,
     DeviceFacts,
     DirectoryFacts,
-    Examined,
     Facts,
     Finding,
     HostFacts,
@@ -173,10 +172,10 @@ _NOT_NEEDED = "nothing needs to be done: vmm pools use descriptors instead"
 _INSTEAD = "nothing needs to be done: replication over peer copies takes its place"
 
 
-def judge_device(examined: Examined, facts: Facts) -> dict[str, Finding]:
+def judge_device(device: DeviceFacts, facts: Facts) -> dict[str, Finding]:
     """Return a verdict on each kind of sharing, in the order of the report."""
-    tried = {kind: _tried(kind, examined, facts) for kind in _WORKS}
-    return tried | {"peers": _peers(examined.device), MULTICAST: _multicast(examined.device)}
+    tried = {kind: _tried(kind, device, facts) for kind in _WORKS}
+    return tried | {"peers": _peers(device), MULTICAST: _multicast(device)}
 
 
 def usable(verdicts: Mapping[str, Finding]) -> bool:
@@ -184,8 +183,8 @@ def usable(verdicts: Mapping[str, Finding]) -> bool:
     return bool(verdicts[IPC].works or verdicts[VMM].works)
 
 
-def _tried(kind: str, examined: Examined, facts: Facts) -> Finding:
-    trial, device = examined.trials[kind], examined.device
+def _tried(kind: str, device: DeviceFacts, facts: Facts) -> Finding:
+    trial = device.trials[kind]
     if trial.outcome == "works":
         return Finding(True, _WORKS[kind])
     if trial.outcome == "writable" and kind in _MAPPED_BY:
@@ -306,7 +305,7 @@ def _driver(facts: Facts) -> Finding:
         why = f"the driver {serves}, which is too old"
         return Finding(False, why, "install driver 525 or newer, for CUDA 12.0 at least")
     if trial.outcome == "works" and facts.devices:
-        if facts.devices[0].device.emulated:
+        if facts.devices[0].emulated:
             return Finding(True, f"{driver.spec}: emulated in host memory")
         return Finding(True, serves + (f", kernel module {host.module}" if host.module else ""))
     cases: Cases = ()

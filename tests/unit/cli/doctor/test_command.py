@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from cubroker.cli.doctor import command, facts
 from cubroker.cli.doctor.command import DoctorReport, ask, trial_command
-from cubroker.cli.doctor.facts import DirectoryFacts, Examined, Facts, Survey, Trial
+from cubroker.cli.doctor.facts import DirectoryFacts, Facts, Survey, Trial
 from cubroker.driver import Driver, DriverError, Peers, load
 from cubroker.driver.host.bindings import host_module
 from cubroker.driver.host.virtual_memory import CHANNEL
@@ -385,7 +386,7 @@ def test_devices_without_one_way_to_share_are_a_failure(tmp_path: Path, monkeypa
     assert DoctorReport(found).usable
     (examined,) = found.devices
     refused = Trial("refused", "owner", "cuX", "CUDA_ERROR_NOT_SUPPORTED")
-    worse = Examined(examined.device, dict.fromkeys(examined.trials, refused))
+    worse = replace(examined, trials=dict.fromkeys(examined.trials, refused))
     assert not DoctorReport(Facts(found.driver, (worse,), found.host)).usable
 
 

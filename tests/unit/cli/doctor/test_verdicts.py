@@ -16,7 +16,6 @@ from cubroker.cli.doctor.facts import (
     DeviceFacts,
     DirectoryFacts,
     DriverFacts,
-    Examined,
     Facts,
     Finding,
     HostFacts,
@@ -59,12 +58,12 @@ ALL_WORK = dict.fromkeys(("ipc", "vmm", "fabric", "events"), WORKS)
 def judge(
     device: DeviceFacts = GPU, driver: DriverFacts = DRIVER, host: HostFacts = HOST, **trials: Trial
 ) -> dict[str, Finding]:
-    examined = Examined(device, ALL_WORK | trials)
+    examined = replace(device, trials=ALL_WORK | trials)
     return verdicts.judge_device(examined, Facts(driver, (examined,), host))
 
 
 def judge_trial(kind: str, trial: Trial, device: DeviceFacts = GPU) -> Finding:
-    examined = Examined(device, ALL_WORK | {kind: trial})
+    examined = replace(device, trials=ALL_WORK | {kind: trial})
     return verdicts.judge_device(examined, Facts(DRIVER, (examined,), HOST))[kind]
 
 
@@ -235,7 +234,7 @@ def test_a_device_is_usable_if_its_memory_can_be_shared_in_one_way() -> None:
 
 
 def judge_host(facts: HostFacts = HOST, driver: DriverFacts = DRIVER, *devices: DeviceFacts) -> dict[str, Finding]:
-    return verdicts.judge_machine(Facts(driver, tuple(Examined(device, {}) for device in devices), facts))
+    return verdicts.judge_machine(Facts(driver, devices, facts))
 
 
 def test_a_machine_that_lacks_nothing_is_told_so() -> None:
