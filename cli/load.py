@@ -258,24 +258,14 @@ class ProgressLines:
         if now - self._said >= EVERY and done < total:
             self._said = now
             took = now - self._start
-            left = f", {eta(took * (total - done) / done)}" if done else ""
+            left = f", {format.since(took * (total - done) / done)} left" if done else ""
             format.note(f"{self._title}: {format.size(done)} of {format.size(total)}, {format.rate(done, took)}{left}")
 
     def wait(self, reason: str) -> None:
         """Print a line if the reason is another one than before."""
         if reason != self._reason:
             self._reason = reason
-            format.note(f"{self._title}: {waits(reason)}")
-
-
-def waits(reason: str) -> str:
-    """Return what a transfer waits for, as a user reads it."""
-    return f"waits for {format.printable(reason)}"
-
-
-def eta(seconds: float) -> str:
-    """Return how long something will still take: ``12 s left``."""
-    return f"{format.since(seconds)} left"
+            format.note(f"{self._title}: waits for {format.printable(reason)}")
 
 
 @contextmanager
@@ -294,7 +284,7 @@ def _bar(title: str) -> Iterator[Display]:
             if task.total is None:  # the transfer has not begun, and may wait
                 return Text(task.fields["reason"])
             speed = format.size(task.speed or 0)
-            left = "" if task.time_remaining is None else f"  {eta(task.time_remaining)}"
+            left = "" if task.time_remaining is None else f"  {format.since(task.time_remaining)} left"
             return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s{left}")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
@@ -306,6 +296,6 @@ def _bar(title: str) -> Iterator[Display]:
                 bar.update(task, completed=done, total=total)
 
             def wait(self, reason: str) -> None:
-                bar.update(task, reason=waits(reason))
+                bar.update(task, reason=f"waits for {format.printable(reason)}")
 
         yield Bar()
