@@ -139,7 +139,7 @@ def show(reference: options.Reference, directory: Path, as_json: bool) -> None:
         if as_json and info.digest:
             with suppress(NotFound, Retired):  # it may have ended since it was described
                 digests = broker.digests(info.name, info.version)
-        clients = format.known_clients(broker.clients(), broker.session)
+        clients = format.other_clients(broker.clients(), broker.session)
     (holders,) = format.holders([info], clients)
     if as_json:
         added = {"layout": _describe_layout(layout, places), "digests": _digests(digests)}
@@ -273,8 +273,7 @@ def clients(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool
     cannot see that of every process. A terminal that is too narrow gets fewer columns.
     """
     with options.connect(directory) as broker:
-        session = broker.session
-        everything = [each for each in format.known_clients(broker.clients(), session) if each.session != session]
+        everything = format.other_clients(broker.clients(), broker.session)
     chosen = sorted((client for client in everything if _holds(client, patterns)), key=format.CLIENT_ORDERS[sort])
     chosen = chosen[::-1] if reverse else chosen
     if as_json:
@@ -519,6 +518,6 @@ def _holders(broker: Broker) -> dict[str, str]:
     """Return the other clients with leases, and what each holds."""
     return {
         f"session {client.session}, {format.client_label(client)}": format.leases(client)
-        for client in format.known_clients(broker.clients(), broker.session)
-        if client.session != broker.session and client.leases
+        for client in format.other_clients(broker.clients(), broker.session)
+        if client.leases
     }

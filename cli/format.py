@@ -326,23 +326,23 @@ def _fold(cell: str, width: int) -> Iterator[str]:
 # -- clients: processes and what they hold -------------------------------------------------------------
 
 
-def known_clients(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:
-    """Return the clients; look up here the processes that the broker could not look at.
+def other_clients(clients: Sequence[ClientInfo], session: int) -> list[ClientInfo]:
+    """Return the clients but this process's own ``session``; look up processes that the broker could not look at.
 
     A broker whose /proc hides other users (``ProtectProc=``) knows only the PIDs of their processes. A PID is looked up
-    here if this process's own ``session`` has the same PID on both sides. A process that has a session has not ended.
+    here if this process has the same PID on both sides. A process that has a session has not ended.
     """
     # Imported here, since a keeper never loads code of the broker.
     from cubroker.server.transport.unix_sockets import read_process
 
-    own = next((client for client in clients if client.session == session), None)
-    if own is None or own.pid != os.getpid():
-        return list(clients)
+    others = [client for client in clients if client.session != session]
+    if not any(client.session == session and client.pid == os.getpid() for client in clients):
+        return others
     return [
         client
         if client.process
         else msgspec.structs.replace(client, process=read_process(client.pid) if client.pid else None)
-        for client in clients
+        for client in others
     ]
 
 

@@ -164,14 +164,12 @@ class Frame:
         width: columns, at least :data:`NARROWEST`.
         height: lines, or None for as many as are needed.
         plain: whether bars are made of ASCII.
-        own: the session that looks, which is left out.
         choice: what is shown; drawing stores in it how many rows there were.
     """
 
     width: int
     height: int | None
     plain: bool
-    own: int
     choice: Choice = field(default_factory=Choice)
 
     def lines(self, view: View, now: float) -> list[Text]:
@@ -230,8 +228,7 @@ class Frame:
         found = [
             client
             for client in view.clients
-            if client.session != self.own
-            and self.choice.matches(
+            if self.choice.matches(
                 format.client_name(client),
                 format.user(client.uid),
                 str(client.pid),
@@ -243,14 +240,13 @@ class Frame:
         return found[::-1] if self.choice.reverse else found
 
     def _headline(self, view: View) -> Text:
-        clients = [client for client in view.clients if client.session != self.own]
-        detached = sum(client.state == "detached" for client in clients)
+        detached = sum(client.state == "detached" for client in view.clients)
         used = sum(device.allocated + device.promised for device in view.devices)
         parts = (
             format.count(len(view.devices), "device"),
             format.part(used, sum(device.budget for device in view.devices)),
             format.count(len(view.pools), "version"),
-            format.count(len(clients), "session") + (f" ({detached} detached)" if detached else ""),
+            format.count(len(view.clients), "session") + (f" ({detached} detached)" if detached else ""),
             f"{len(view.waiters)} waiting",
         )
         return Text(format.fitting(parts, self.width, (3, 2, 0)), "bold")
@@ -334,7 +330,7 @@ class Frame:
             yield from self._sentence(f"No pool matches{self._escape}." if view.pools else nothing)
             return
         names = [f"{format.printable(pool.name)}@{pool.version}" for pool in pools]
-        holders = format.holders(pools, [client for client in view.clients if client.session != self.own])
+        holders = format.holders(pools, view.clients)
         cells = self._cells(view, pools, holders, now)
         widths = self._widths(names, cells)
         wide = min(max(map(len, names)), self.width - sum(widths.values()) - len(widths) - 1 - self._least_by)
@@ -406,9 +402,8 @@ class Frame:
         clients = self.clients(view)
         shown = clients[self.choice.window(len(clients), len(clients) if room is None else room)]
         if not clients:
-            others = any(client.session != self.own for client in view.clients)
             none = "No process is attached, or none of this user."
-            yield from self._sentence(f"No process matches{self._escape}." if others else none)
+            yield from self._sentence(f"No process matches{self._escape}." if view.clients else none)
             return
         everything = format.client_columns(clients, now)
         columns = {title: cell for title, cell in everything.items() if not title.startswith("~")}

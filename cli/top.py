@@ -125,8 +125,8 @@ def top(
 
 
 def _show_once(console: Console, broker: Broker, choice: Choice, *, as_json: bool) -> None:
-    view, now = _told(broker.look(), broker.session), time.time()
-    frame = Frame(_width(), None, _is_plain(console), broker.session, choice)
+    view, now = seen_by(broker.session, broker.look()), time.time()
+    frame = Frame(_width(), None, _is_plain(console), choice)
     if as_json:
         parts: dict[str, object] = {name: getattr(view, name) for name in view.__struct_fields__}
         chosen = {"pools": frame.pools(view), "clients": frame.clients(view)}
@@ -138,8 +138,9 @@ def _show_once(console: Console, broker: Broker, choice: Choice, *, as_json: boo
         format.say(captured.get())
 
 
-def _told(view: View, session: int) -> View:
-    return msgspec.structs.replace(view, clients=tuple(format.known_clients(view.clients, session)))
+def seen_by(session: int, view: View) -> View:
+    """Return a view without the session that looks."""
+    return msgspec.structs.replace(view, clients=tuple(format.other_clients(view.clients, session)))
 
 
 def _width() -> int:
@@ -160,7 +161,6 @@ class Screen:
     every: float
     choice: Choice
     _view: View | None = None
-    _own: int = 0
     #: Why the view is not fresh, and when it was.
     _why: str = ""
     _seen: str = ""
@@ -172,7 +172,6 @@ class Screen:
             while True:
                 try:
                     with options.connect(self.directory) as broker:
-                        self._own = broker.session
                         while self._look(broker, keys, live) and self._pause(keys, live):
                             pass
                         return
@@ -191,7 +190,7 @@ class Screen:
             if not self._why and time.monotonic() - began > max(SLOW, self.every):
                 self._stale("the broker does not answer")
                 self._draw(live)
-        self._view, self._why = _told(expect(asked.result(), View), self._own), ""
+        self._view, self._why = seen_by(broker.session, expect(asked.result(), View)), ""
         self._draw(live)
         return True
 
@@ -218,7 +217,7 @@ class Screen:
         if self._view is None:
             shown = [Text(stale if self._why else "looking for the broker")]
         else:
-            frame = Frame(width, height, _is_plain(self.console), self._own, self.choice)
+            frame = Frame(width, height, _is_plain(self.console), self.choice)
             shown = frame.lines(self._view, time.time())
             if self._why:
                 shown[0] = Text(stale, "bold red")

@@ -316,10 +316,10 @@ def test_processes_that_the_broker_could_not_see_are_looked_up_where_numbers_mea
         hidden = ClientInfo(8, other.pid, os.getuid(), "connected", ())
         unseen = ClientInfo(9, 0, os.getuid(), "connected", ())
         eventually(lambda: (info := read_process(other.pid)) and info.name == "cat", "the program to begin")
-        found = format.known_clients([OWN, hidden, unseen, client("/x")], OWN.session)
-        assert format.client_name(found[1]) == "cat"
-        assert (found[2], found[3]) == (unseen, client("/x"))
+        found = format.other_clients([OWN, hidden, unseen, client("/x")], OWN.session)
+        assert format.client_name(found[0]) == "cat"
+        assert found[1:] == [unseen, client("/x")]
         elsewhere = ClientInfo(7, os.getpid() + 1, os.getuid(), "connected", ())
         for own in ([elsewhere], []):
-            assert format.known_clients([*own, hidden], OWN.session) == [*own, hidden]
+            assert format.other_clients([*own, hidden], OWN.session) == [hidden]
         other.communicate()

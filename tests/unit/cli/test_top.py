@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from cubroker.cli.frame import CLIENTS, POOLS, Choice, Frame
-from cubroker.cli.top import split
+from cubroker.cli.top import seen_by, split
 from cubroker.client import Broker
 from cubroker.protocol import Layout
 from cubroker.protocol.messages import View
@@ -220,10 +220,8 @@ def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def lines(
-    view: View, width: int = 80, height: int | None = None, own: int = 0, choice: Choice | None = None
-) -> list[str]:
-    frame = Frame(width, height, False, own, choice or Choice())
+def lines(view: View, width: int = 80, height: int | None = None, choice: Choice | None = None) -> list[str]:
+    frame = Frame(width, height, False, choice or Choice())
     return [line.plain.rstrip() for line in frame.lines(view, scenes.NOW)]
 
 
@@ -324,7 +322,7 @@ def test_the_name_of_a_device_is_whole_or_left_out() -> None:
 
 def test_the_device_that_is_shown_alone_is_marked() -> None:
     view = scenes.view(2, 5)
-    drawn = Frame(80, 24, False, 0, Choice(device=1)).lines(view, scenes.NOW)
+    drawn = Frame(80, 24, False, Choice(device=1)).lines(view, scenes.NOW)
     marked = [
         line.plain[span.start : span.end] for line in drawn for span in line.spans if "reverse" in str(span.style)
     ]
@@ -333,7 +331,7 @@ def test_the_device_that_is_shown_alone_is_marked() -> None:
 
 def test_whoever_looks_is_not_counted() -> None:
     view = scenes.view(1, 5)
-    assert "9 sessions" in lines(view, own=view.clients[0].session)[0]
+    assert "9 sessions" in lines(seen_by(view.clients[0].session, view))[0]
 
 
 def test_pools_that_only_processes_of_others_hold_are_told_from_those_that_nobody_holds() -> None:
@@ -373,7 +371,7 @@ def test_whatever_is_there_has_a_part_of_the_bar_however_small() -> None:
 
 
 def test_terminals_without_these_characters_have_others() -> None:
-    drawn = Frame(80, None, True, 0).lines(scenes.view(8, 5), scenes.NOW)
+    drawn = Frame(80, None, True).lines(scenes.view(8, 5), scenes.NOW)
     assert all(line.plain.isascii() for line in drawn[2:11])
 
 
