@@ -344,7 +344,8 @@ def _plain(answer: PeerAnswer, shown: Sequence[Offer]) -> dict[str, object]:
     pools = [format.plain(each) | {"content": each.content.hex() if each.content else None} for each in shown]
     return {
         "host": answer.address.host,
-        "address": answer.address.ip or None,
+        "address": next(iter(answer.address.ips), None),
+        "addresses": answer.address.ips,
         "port": answer.address.port,
         "error": answer.error.message if answer.error else None,
         "readers": offers.readers if offers else None,

@@ -132,12 +132,14 @@ class Host:
 
     Attributes:
         address: of its only link.
+        second: the link's IPv6 address.
+        name: which has both addresses. The name ``cluster`` has those of all hosts.
         before: what runs a command there.
         certificates: the folder of its certificate.
     """
 
     def __init__(self, number: int, holder: subprocess.Popen[bytes], switch: int, rate: str) -> None:
-        self.address = f"10.78.0.{number}"
+        self.address, self.second, self.name = f"10.78.0.{number}", f"fd78::{number}", f"gpu-{number}"
         self.before = _within(holder.pid)
         self.certificates = Path()
         self.broker: BrokerProcess
@@ -146,7 +148,8 @@ class Host:
         self._rate = rate
         run(*self._switch, *f"ip link add {self._port} type veth peer name eth0 netns {holder.pid}".split())
         run(*self._switch, *f"ip link set {self._port} master switch up".split())
-        for line in (f"addr add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+        addresses = f"addr add {self.address}/24 dev eth0", f"addr add {self.second}/64 dev eth0 nodad"
+        for line in (*addresses, "link set eth0 up", "link set lo up"):
             run(*self.before, "ip", *line.split())
         limit = f"root tbf rate {rate} burst 256kb latency 50ms".split()
         run(*self._switch, "tc", "qdisc", "add", "dev", self._port, *limit)
@@ -197,9 +200,9 @@ class Host:
         return exporting(self.broker.directory, self.certificates, *arguments, listen=listen, before=self.before)
 
     def peers(self, host: str) -> Any:
-        """Return what ``cubroker peers`` says of a host."""
+        """Return what ``cubroker peers`` says of each host that this name or address stands for."""
         asking = [*self.before, sys.executable, "-m", "cubroker", "peers", "--from", host, "--json"]
-        return json.loads(run(*asking, "--certificates", str(self.certificates)))[0]
+        return json.loads(run(*asking, "--certificates", str(self.certificates)))
 
     def fetch(self, *arguments: str) -> Any:
         """See :func:`fetch`."""
@@ -229,7 +232,7 @@ class BrokerOfHost(BrokerProcess):
 
 
 def _within(pid: int) -> list[str]:
-    return ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    return ["nsenter", f"--net=/proc/{pid}/ns/net", f"--mount=/proc/{pid}/ns/mnt", "--wdns=/"]
 
 
 def run(*arguments: str) -> str:
@@ -246,25 +249,29 @@ def network(count: int, folder: Path, *, rate: str = "1gbit", devices: str = DEV
 
     if shutil.which("ip") is None or shutil.which("tc") is None:
         pytest.skip("needs ip and tc, of iproute2")
-    apart = unshare("--net")
+    apart = unshare("--net", "--mount")
     with ExitStack() as undo:
-        holders = [_held(undo, apart) for _ in range(1 + count)]
+        holders = [_held(undo, apart, folder) for _ in range(1 + count)]
         switch = holders.pop().pid
         for line in ("link add switch type bridge", "link set switch up"):
             run(*_within(switch), "ip", *line.split())
         hosts = [Host(number, holder, switch, rate) for number, holder in enumerate(holders, 1)]
+        names = "".join(f"{ip} {host.name} cluster\n" for host in hosts for ip in (host.address, host.second))
+        (folder / "hosts").write_text(names)
         making.make_authority(folder / "authority")
         for number, host in enumerate(hosts):
             host.broker = undo.enter_context(started(lambda path, host=host: BrokerOfHost(path, host, devices)))
-            path = making.issue(folder / "authority", folder / f"host-{number}", "root", [host.address])
+            reached = [host.address, host.second, host.name, "cluster"]
+            path = making.issue(folder / "authority", folder / f"host-{number}", "root", reached)
             host.certificates = path.parent
         yield hosts
 
 
-def _held(undo: ExitStack, apart: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process that has a network namespace, with which the namespace ends."""
-    holder = undo.enter_context(subprocess.Popen([*apart, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+def _held(undo: ExitStack, apart: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start a process that has a network namespace and ``folder/hosts`` as ``/etc/hosts``, which end with it."""
+    (folder / "hosts").touch()
+    command = [*apart, "sh", "-c", 'mount --bind "$0" /etc/hosts && exec cat', str(folder / "hosts")]
+    holder = undo.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     undo.callback(holder.kill)
-    own = Path("/proc/self/ns/net").readlink()
-    eventually(lambda: Path(f"/proc/{holder.pid}/ns/net").readlink() != own, "a network namespace")
+    eventually(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "cat\n", "a network namespace")
     return holder

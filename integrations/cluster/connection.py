@@ -78,12 +78,16 @@ class PeerAddress(NamedTuple):
     #: The name or address that the user gave, which the exporter's certificate has to contain.
     host: str
     port: int
-    #: The address to connect to, if the name has several; empty: all of the name, one after the other.
-    ip: str = ""
+    #: The addresses to connect to, one after the other; empty: all of the name.
+    ips: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f"{self.host} ({self.ip})" if self.ip and self.ip != self.host else self.host
+        where = f"{self.host} ({', '.join(self.ips)})" if self.ips not in ((), (self.host,)) else self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{where}:{self.port}"
+
+    def with_ips(self, other: PeerAddress) -> PeerAddress:
+        """Return this host with its own addresses and those of another one that has turned out to be the same."""
+        return self._replace(ips=tuple(dict.fromkeys(self.ips + other.ips)))
 
 
 def parse(text: str, *, least: int = 1) -> PeerAddress:
@@ -323,6 +327,11 @@ class PeerConnection:
                 ) from None
         #: The user of the exporting host whose permissions we have there.
         self.user = welcome.user
+        #: Equal at all addresses of a name that are the same host: what it says of its broker, and the certificate,
+        #: without which another host could say so. None: it says nothing of its broker.
+        self.identity = (
+            (*address[:2], welcome.host, self._socket.getpeercert(binary_form=True)) if welcome.host else None
+        )
         if own and welcome.host == own:
             self._socket.close()
             raise OwnHost(f"{address} is this host itself, which has nothing new for it; name another one")
@@ -344,7 +353,7 @@ class PeerConnection:
         """Connect to the first address of the host, in its order, at which an exporter shows its certificate."""
         address, deadline = self.address, time.monotonic() + CONNECT
         try:
-            ips = [address.ip] if address.ip else _look_up(address)
+            ips = address.ips or _look_up(address)
         except OSError as error:
             raise Unavailable(f"no exporter answers at {address}: {error.strerror or error}") from None
         failures: list[Unavailable | Denied] = []
@@ -353,7 +362,7 @@ class PeerConnection:
             if left <= 0:
                 break
             try:
-                tried = address._replace(ip=ip) if len(ips) > 1 else address
+                tried = address._replace(ips=(ip,)) if len(ips) > 1 else address
                 return _encrypted(tried, ip, context, left / (len(ips) - len(failures)))
             except (Unavailable, Denied) as error:
                 failures.append(error)
@@ -516,8 +525,9 @@ def known_peers(
 def resolve(names: Iterable[str]) -> list[PeerAddress]:
     """Return the addresses of hosts in their order; a name that has several addresses yields all of them.
 
-    A name that has one address of each family is one host, which a connection reaches at either. A name that cannot be
-    looked up stays as it is: a later lookup may find it.
+    A name that has one address of each family is one host, which a connection reaches at either. If a name has more,
+    :attr:`PeerConnection.identity` tells which of them are the same host. A name that cannot be looked up stays as it
+    is: a later lookup may find it.
 
     Raises:
         Invalid: no host can have such a name.
@@ -527,30 +537,38 @@ def resolve(names: Iterable[str]) -> list[PeerAddress]:
         try:
             ips = _look_up(address)
         except OSError:
-            ips = []
+            ips = ()
         several = len(ips) > len({":" in ip for ip in ips})
-        for ip in ips if several else [""]:
-            found[address._replace(ip=ip)] = None
+        found |= dict.fromkeys(address._replace(ips=(ip,)) for ip in ips) if several else {address: None}
     return list(found)
 
 
-def _look_up(address: PeerAddress) -> list[str]:
+def _look_up(address: PeerAddress) -> tuple[str, ...]:
     """Return the addresses that a host's name has; raises ``OSError``."""
     entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def ask_peers(addresses: Sequence[PeerAddress], certificates: Path) -> list[PeerAnswer]:
-    """Ask all hosts at the same time what they offer to the user that our certificate names."""
+    """Ask all hosts at the same time what they offer to the user that our certificate names.
 
-    def one(address: PeerAddress) -> PeerAnswer:
+    Of a host that answers with the same versions at several addresses one answer is returned, with these addresses.
+    """
+
+    def one(address: PeerAddress) -> tuple[object, PeerAnswer]:
         try:
             with PeerConnection(address, certificates) as connection:
-                return PeerAnswer(address, connection.ask(messages.List(), Offers), None)
+                offers = connection.ask(messages.List(), Offers)
         except CubrokerError as error:
-            return PeerAnswer(address, None, error)
+            return address, PeerAnswer(address, None, error)
+        versions = tuple((offer.name, offer.version) for offer in offers.offers)
+        return (connection.identity or address, versions), PeerAnswer(address, offers, None)
 
     if not addresses:
         raise Unavailable("there is no host to ask")
     with ThreadPoolExecutor(min(AT_ONCE, len(addresses)), "cubroker-peers") as pool:
-        return list(pool.map(one, addresses))
+        found: dict[object, PeerAnswer] = {}
+        for host, answer in pool.map(one, addresses):
+            same = found.get(host)
+            found[host] = same._replace(address=same.address.with_ips(answer.address)) if same else answer
+    return list(found.values())

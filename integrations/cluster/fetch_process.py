@@ -109,7 +109,7 @@ class Fetch:
                 tensors=len(layout.tensors),
                 seconds=time.monotonic() - self._began,
                 read_seconds=seconds,
-                sources=tuple(self._sources.used),
+                sources=self._sources.used,
                 fetched=True,
                 from_parts=from_parts,
             )

@@ -58,6 +58,8 @@ class Host:
         self.address = address
         self.source: SourceReader | None = None
         self.error: CubrokerError | None = None
+        #: As :attr:`.connection.PeerConnection.identity`, once it has answered.
+        self.identity: object = None
         #: The version's number at this host, once it has opened it; and the numbers of versions with other bytes.
         self.version = 0
         self.others: set[int] = set()
@@ -147,7 +149,7 @@ class SourceChoice:
         self._engaged: dict[SourceReader, int | None] = {}
         #: Sources that have opened it, and have the same bytes as the first one. Once there is a draft, they deliver.
         self.reading: dict[int, SourceReader] = {}
-        self.used: dict[str, None] = {}
+        self._used: dict[Host, None] = {}
 
     def ask(self, *, again: bool = True) -> None:
         """Ask hosts that may be asked now, as many as are wanted; those that have waited longest come first.
@@ -212,6 +214,11 @@ class SourceChoice:
         return any(host.source is not None for host in self._hosts)
 
     @property
+    def used(self) -> tuple[str, ...]:
+        """The addresses of the hosts that were told to deliver."""
+        return tuple(str(host.address) for host in self._used)
+
+    @property
     def bringing(self) -> bool:
         """Whether a source that is read from has delivered a piece; one that always fails keeps no fetch alive."""
         return any(source.brought for source in self.reading.values())
@@ -221,17 +228,37 @@ class SourceChoice:
         host = self._host(event.source)
         if host is None:
             return
-        offers = event.offers
-        wanted = self._find(host, offers.offers)
+        offers, known = event.offers, self._known(host, event.source)
+        wanted = self._find(known, offers.offers)
         if wanted is None:
             event.source.leave()
             # If there was an earlier error, it says more.
-            host.put_off(None if host.distrusted or host.refused else self._lacks(offers.offers))
+            host.put_off(None if known.distrusted or known.refused else self._lacks(offers.offers))
+            return
+        known.identity = event.source.identity
+        if known is not host and not self._join(known, host):
             return
         if not self._candidates:
             now = time.monotonic()
             self._gathered, self._gathered_parts = now + GATHER, now + GATHER_PARTS
         self._candidates[event.source] = wanted._replace(readers=(offers.readers, offers.limit))
+
+    def _known(self, host: Host, source: SourceReader) -> Host:
+        """Return the host that has answered at another address with the same identity; else the host itself."""
+        same = (each for each in self._hosts if source.identity and each.identity == source.identity)
+        return next(same, host)
+
+    def _join(self, known: Host, host: Host) -> bool:
+        """Count a known host once that has answered at one more address; returns whether it is a candidate there."""
+        self._hosts.remove(host)
+        known.address = host.address.with_ips(known.address)
+        source, host.source = host.source, None
+        assert source
+        if known.source or known.due == inf:
+            source.leave()
+            return False
+        known.source, self._host_of[source.number] = source, known
+        return True
 
     def _find(self, host: Host, offers: Sequence[Offer]) -> _Wanted | None:
         """Return the version that a host is to open; None: it has none."""
@@ -325,6 +352,8 @@ class SourceChoice:
         """Give up the part that a host was to open; if it was not a part, give up the host."""
         part = self._engaged.get(source)
         self._dismiss(source)
+        if source.identity is None:
+            host.identity = None  # only its addresses are known to be unusable; at another one it may still answer
         if part is None:
             host.exclude(error)
         else:
@@ -345,7 +374,7 @@ class SourceChoice:
             self._begin(source, filling)
 
     def _begin(self, source: SourceReader, filling: Filling) -> None:
-        self.used[str(source.address)] = None
+        self._used[self._host_of[source.number]] = None
         source.read(filling)
 
     def lost(self, event: Lost) -> None:

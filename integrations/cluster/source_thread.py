@@ -296,6 +296,8 @@ class SourceReader:
         self.opened: ExportedVersion | None = None
         #: The runs that it has, as bits; None: the whole version.
         self.have: int | None = None
+        #: As :attr:`.connection.PeerConnection.identity`, once it has answered.
+        self.identity: object = None
         #: When this side was ready to connect to it; and whether its engine may write now.
         self.told = inf
         self.writing = False
@@ -349,6 +351,7 @@ class SourceReader:
         error: CubrokerError | None = Unavailable("a thread of the transfer failed; its log says why")
         try:
             with PeerConnection(self.address, self._certificates, self._own) as connection:
+                self.identity = connection.identity
                 self._report(Answered(self, connection.ask(messages.List(), Offers)))
                 while isinstance(order := self._next(connection), Open):
                     connection.say(order)

@@ -321,11 +321,11 @@ def test_a_part_is_offered_to_those_alone_who_may_read_it(
     with two.exporting() as exporter, two.exporting("x*", listen=f"{two.address}:7400"):
         zeros(0o600)
         eventually(lambda: "is offered to other hosts while it is being fetched" in exporter.log(), "the part")
-        assert [pool["there"] for pool in three.peers(two.address)["pools"]] == [SIZE]
-        assert three.peers(f"{two.address}:7400")["pools"] == []
+        assert [pool["there"] for pool in three.peers(two.address)[0]["pools"]] == [SIZE]
+        assert three.peers(f"{two.address}:7400")[0]["pools"] == []
         try:
             three.certificates = nobody
-            assert three.peers(two.address)["pools"] == []
+            assert three.peers(two.address)[0]["pools"] == []
             status, why = three.fetch("m@1", "--from", two.address)
             assert (status, "it has no m that this host may fetch" in why) == (1, True)
         finally:
@@ -349,6 +349,24 @@ def test_a_host_does_not_read_from_itself(hosts: list[Host]) -> None:
                 assert next(watch) == first + 1
             follower.send_signal(signal.SIGINT)
     assert held(two) == content(3)
+
+
+def test_each_host_of_a_name_counts_once_though_it_has_addresses_of_both_families(hosts: list[Host]) -> None:
+    one, two, three, _ = hosts
+    publish(one)
+    publish(two)
+    with ExitStack() as undo:
+        exporters = [undo.enter_context(host.exporting(listen=host.name)) for host in hosts]
+        answers = three.peers("cluster")
+        assert sorted(sorted(answer["addresses"]) for answer in answers) == [
+            [host.address, host.second] for host in hosts
+        ]
+        done = three.fetch("m", "--from", "cluster", "--wait", "60")
+        assert (done["fetched"], len(done["sources"])) == (True, 2)
+        for exporter in exporters[:2]:
+            eventually(lambda exporter=exporter: "bytes in" in exporter.log(), "the end of a reader")
+            assert exporter.log().count(" reads ") == 1
+    assert held(three) == content(1)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def test_peers_are_shown_with_what_they_have(certificates: Certificates) -> None
         "schema": 1,
         "host": HOST,
         "address": None,
+        "addresses": [],
         "port": one.address.port,
         "error": None,
         "readers": 1,

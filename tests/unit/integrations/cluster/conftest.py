@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,18 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """An authority with a certificate for this host."""
     pytest.importorskip("cryptography")
     return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def localhost(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that the name ``localhost`` has, which a test adds."""
+    real, ips = socket.getaddrinfo, list[str]()
+
+    def getaddrinfo(host: str, port: int, *rest: Any, **options: Any) -> list[Any]:
+        return [entry for ip in (ips if host == "localhost" else [host]) for entry in real(ip, port, *rest, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return ips
 
 
 @pytest.fixture(scope="module")

@@ -27,15 +27,15 @@ class Liar:
         answers: a message, bytes, None for no answer, or a function that gets this and what sends bytes.
     """
 
-    def __init__(self, folder: Path, answers: Mapping[str, object], pause: float) -> None:
+    def __init__(self, folder: Path, answers: Mapping[str, object], pause: float, at: tuple[str, int]) -> None:
         self.answers = HONEST | dict(answers)
         self.heard: list[Request] = []
         self._pause = pause
         self._context = serving_context(folder)
-        self._server = socket.create_server((HOST, 0))
+        self._server = socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET)
         self._peers: list[ssl.SSLSocket] = []
         self._threads: list[Thread] = []
-        self.address = PeerAddress(*self._server.getsockname())
+        self.address = PeerAddress(*self._server.getsockname()[:2])
         self._start(self._accept)
 
     def opens(self, opened: object, name: str = "m", version: int = 1) -> None:
@@ -47,8 +47,9 @@ class Liar:
         return sum(isinstance(each, kind) for each in self.heard)
 
     def close(self) -> None:
-        """End all connections, and take no more."""
-        self._server.shutdown(socket.SHUT_RDWR)
+        """End all connections, and take no more; a test may do so before the end."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         self._threads[0].join()
         for peer in self._peers:
@@ -94,15 +95,18 @@ class Liar:
 
 
 @contextmanager
-def lying(folder: Path, answers: Mapping[str, object] | None = None, pause: float = 0.0) -> Iterator[Liar]:
+def lying(
+    folder: Path, answers: Mapping[str, object] | None = None, pause: float = 0.0, at: tuple[str, int] = (HOST, 0)
+) -> Iterator[Liar]:
     """Serve until the end of the block.
 
     Args:
         folder: that of the certificate.
         answers: by the names of requests; else those of :data:`HONEST`.
         pause: seconds before whatever is sent.
+        at: the address and the port to listen at; port 0: any.
     """
-    liar = Liar(folder, answers or {}, pause)
+    liar = Liar(folder, answers or {}, pause, at)
     try:
         yield liar
     finally:

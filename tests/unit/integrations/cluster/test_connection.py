@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -107,10 +106,11 @@ def _encoded(host: str, *_: object, **__: object) -> list[object]:
     ("address", "text"),
     [
         (PeerAddress("gpu-1", 80), "gpu-1:80"),
-        (PeerAddress("gpu-1", 80, "10.0.0.1"), "gpu-1 (10.0.0.1):80"),
-        (PeerAddress("10.0.0.1", 80, "10.0.0.1"), "10.0.0.1:80"),
+        (PeerAddress("gpu-1", 80, ("10.0.0.1",)), "gpu-1 (10.0.0.1):80"),
+        (PeerAddress("gpu-1", 80, ("10.0.0.1", "fd00::1")), "gpu-1 (10.0.0.1, fd00::1):80"),
+        (PeerAddress("10.0.0.1", 80, ("10.0.0.1",)), "10.0.0.1:80"),
         (PeerAddress("::1", 80), "[::1]:80"),
-        (PeerAddress("::1", 80, "::1"), "[::1]:80"),
+        (PeerAddress("::1", 80, ("::1",)), "[::1]:80"),
     ],
 )
 def test_an_address_is_shown_as_it_is_written(address: PeerAddress, text: str) -> None:
@@ -182,20 +182,10 @@ ELSEWHERE = "127.0.0.2"
 """Another address of this host, where no exporter listens."""
 
 
-@pytest.fixture
-def localhost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``localhost`` has two addresses, the exporter's last."""
-    real = socket.getaddrinfo
-
-    def getaddrinfo(host: str, port: int, *rest: Any, **options: Any) -> list[Any]:
-        hosts = (ELSEWHERE, HOST) if host == "localhost" else (host,)
-        return [entry for each in hosts for entry in real(each, port, *rest, **options)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-
-
-@pytest.mark.usefixtures("localhost")
-def test_a_host_is_tried_at_each_of_its_addresses(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_tried_at_each_of_its_addresses(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, localhost: list[str]
+) -> None:
+    localhost += [ELSEWHERE, HOST]
     with lying(certificates.host) as liar:
         there = PeerAddress("localhost", liar.address.port)
         with PeerConnection(there, certificates.host) as this:
@@ -212,17 +202,17 @@ def test_a_host_is_tried_at_each_of_its_addresses(certificates: Certificates, mo
 
 @pytest.mark.parametrize("order", [(ELSEWHERE, HOST), (HOST, ELSEWHERE)], ids=["refused first", "distrusted first"])
 def test_each_address_that_fails_is_named_with_its_reason(
-    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+    certificates: Certificates, tmp_path: Path, localhost: list[str], order: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(connection, "_look_up", lambda _: list(order))
+    localhost += order
     with lying(Certificates(tmp_path).host) as stranger:
         there = PeerAddress("localhost", stranger.address.port)
         with pytest.raises(Denied) as caught:
             PeerConnection(there, certificates.host)
     refused, distrusted = sorted(caught.value.message.split("; "), key=lambda said: "no exporter" not in said)
     assert caught.value.message == "; ".join((refused, distrusted) if order[0] == ELSEWHERE else (distrusted, refused))
-    assert refused == f"no exporter answers at {there._replace(ip=ELSEWHERE)}: Connection refused"
-    assert distrusted.startswith(f"{there._replace(ip=HOST)} is not trusted as an exporter of this cluster: ")
+    assert refused == f"no exporter answers at {there._replace(ips=(ELSEWHERE,))}: Connection refused"
+    assert distrusted.startswith(f"{there._replace(ips=(HOST,))} is not trusted as an exporter of this cluster: ")
 
 
 def test_an_exporter_of_another_cluster_is_not_told_anything(certificates: Certificates, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.integrations.cluster.connection import PeerAddress, PeerAnswer, ask_peers, known_peers, resolve
-from cubroker.integrations.cluster.messages import PORT, Offer, Offers, PeerRefusal
+from cubroker.integrations.cluster.messages import PORT, Offer, Offers, PeerRefusal, PeerWelcome
 from cubroker.protocol.errors import Denied, Invalid, NotFound, Unavailable
 from tests.unit.integrations.cluster.hosts import HOST, Certificates
 from tests.unit.integrations.cluster.liar import lying
@@ -85,9 +85,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 def test_a_name_with_several_addresses_stands_for_all_of_them(names: dict[str, list[str]]) -> None:
     names |= {"many": ["10.0.0.2", "10.0.0.1", "::1"], "one": ["10.0.0.9"]}
     assert resolve(["many:80", "one"]) == [
-        PeerAddress("many", 80, "10.0.0.2"),
-        PeerAddress("many", 80, "10.0.0.1"),
-        PeerAddress("many", 80, "::1"),
+        PeerAddress("many", 80, ("10.0.0.2",)),
+        PeerAddress("many", 80, ("10.0.0.1",)),
+        PeerAddress("many", 80, ("::1",)),
         PeerAddress("one", PORT),
     ]
 
@@ -99,7 +99,7 @@ def test_a_host_with_an_address_of_each_family_is_one_host(names: dict[str, list
 
 def test_an_exporter_may_listen_at_addresses_of_the_second_family_alone(names: dict[str, list[str]]) -> None:
     names |= {"many": ["::1", "::2", "10.0.0.1", "10.0.0.2"]}
-    assert [address.ip for address in resolve(["many"])] == ["::1", "::2", "10.0.0.1", "10.0.0.2"]
+    assert [address.ips for address in resolve(["many"])] == [("::1",), ("::2",), ("10.0.0.1",), ("10.0.0.2",)]
 
 
 def test_a_name_that_nobody_knows_stays_and_each_address_comes_once(names: dict[str, list[str]]) -> None:
@@ -135,6 +135,27 @@ def test_hosts_are_asked_at_once_and_answer_in_their_order(certificates: Certifi
     assert first == PeerAnswer(one.address, offers, None)
     assert (second.address, second.offers, type(second.error)) == (two.address, None, Denied)
     assert (third.address, third.offers, type(third.error)) == (nobody, None, Unavailable)
+
+
+@pytest.mark.parametrize("same", ["host", "pools", "id", "certificate"])
+def test_a_host_that_answers_at_two_addresses_answers_once(
+    certificates: Certificates, localhost: list[str], same: str
+) -> None:
+    """It is the same one by its certificate and the id of its broker; two exporters of it may offer other pools."""
+    localhost += [HOST, "127.0.0.2", "::1"]
+    other = certificates.of("root", HOST, "localhost", called="twin") if same == "id" else certificates.host
+    answers = {"PeerHello": PeerWelcome(2, "root", bytes(15) + b"1")}
+    twins = {"PeerHello": PeerWelcome(2, "root", bytes(16))} if same == "certificate" else answers
+    offers = Offers((Offer("m", 3, 1024, 2, current=True),), 1, 8)
+    less = Offers((), 0, 8) if same == "pools" else offers
+    with (
+        lying(certificates.host, answers | {"List": offers}) as one,
+        lying(other, twins | {"List": less}, at=("127.0.0.2", one.address.port)),
+        lying(certificates.host, {"PeerHello": PeerWelcome(2, "root", b"3" * 16)}, at=("::1", one.address.port)),
+    ):
+        found = ask_peers(resolve([f"localhost:{one.address.port}"]), certificates.host)
+    ips = [(HOST, "127.0.0.2"), ("::1",)] if same == "host" else [(ip,) for ip in localhost]
+    assert [(answer.address.ips, answer.error) for answer in found] == [(each, None) for each in ips]
 
 
 def test_there_is_a_host_to_ask(certificates: Certificates) -> None:

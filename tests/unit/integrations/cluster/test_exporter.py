@@ -274,10 +274,10 @@ def test_revoked_ones_are_refused_after_a_reload_also_where_the_own_one_is_revok
 def test_a_certificate_is_for_the_names_that_it_has(directory: Path, certificates: Certificates) -> None:
     with exporting(directory, certificates.host) as serving:
         for name in ("localhost", HOST):
-            with PeerConnection(serving.address._replace(host=name, ip=HOST), certificates.host) as connection:
+            with PeerConnection(serving.address._replace(host=name, ips=(HOST,)), certificates.host) as connection:
                 assert connection.user == "root"
         with pytest.raises(Denied, match=r"[Hh]ostname mismatch"):
-            PeerConnection(serving.address._replace(host="elsewhere", ip=HOST), certificates.host)
+            PeerConnection(serving.address._replace(host="elsewhere", ips=(HOST,)), certificates.host)
 
 
 def test_a_user_whom_the_host_does_not_have_is_told_so_and_cut_off(

@@ -128,9 +128,9 @@ class Hosts:
         self.told: Callable[[str], object] = lambda _: None
         self.fetching: Fetch
 
-    def host(self, opened: object, pause: float = 0.0, **answers: object) -> Liar:
+    def host(self, opened: object, pause: float = 0.0, at: tuple[str, int] = (HOST, 0), **answers: object) -> Liar:
         """Start a host that has a version; its readers are few."""
-        liar = self._undo.enter_context(lying(self._folder, pause=pause))
+        liar = self._undo.enter_context(lying(self._folder, pause=pause, at=at))
         liar.opens(opened, self.name)
         liar.answers |= answers
         self.all.append(liar)
@@ -742,6 +742,85 @@ def test_a_source_hears_of_this_side_while_memory_is_registered(hosts: Hosts, mo
 
     monkeypatch.setattr(LocalEngine, "register", register)
     assert hosts.fetch(patience=5.0).fetched
+
+
+# -- a host at several addresses -------------------------------------------------------------------
+
+
+def at(hosts: Hosts, ip: str, opened: object, identity: bytes, **answers: object) -> Liar:
+    """Start an exporter of a host at this address, at the port of the first one."""
+    answers = {"PeerHello": PeerWelcome(2, "root", identity), **answers}
+    if not hosts.all:
+        return hosts.host(opened, **answers)
+    return hosts.host(opened, at=(ip, hosts.all[0].address.port), **answers)
+
+
+ONE, TWO = b"1" * 16, b"2" * 16
+"""The ids of two brokers."""
+
+
+def test_each_host_of_a_name_counts_once_though_it_answers_at_several_addresses(
+    hosts: Hosts, localhost: list[str]
+) -> None:
+    localhost += [HOST, "127.0.0.2", "127.0.0.3", "::1"]
+    opened = version(PARTS, 5)
+    first, again, second, too = (
+        at(hosts, ip, opened, each) for ip, each in zip(localhost, (ONE, ONE, TWO, TWO), strict=True)
+    )
+    done = hosts.fetch(peers=(f"localhost:{first.address.port}",))
+    assert first.asked(Open) + again.asked(Open) == second.asked(Open) + too.asked(Open) == 1
+    assert len(done.sources) == 2
+    assert all(each.count(", ") == 1 for each in done.sources)
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+def test_a_host_that_is_lost_at_one_address_is_read_from_at_another(
+    hosts: Hosts, localhost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    localhost += [HOST, "127.0.0.2", "::1"]
+    opened = version(PARTS, 5)
+    both = [at(hosts, ip, opened, ONE) for ip in localhost[:2]]
+    at(hosts, "::1", None, TWO, List=Offers((), 0, 8))
+    read = LocalEngine.read
+
+    def lost_once(self: LocalEngine, local: MemoryRegion, remote: MemoryRegion) -> Any:
+        monkeypatch.setattr(LocalEngine, "read", read)
+        (opener,) = (each for each in both if each.asked(Open))
+        opener.close()
+        raise Unavailable("reading from the source failed")
+
+    monkeypatch.setattr(LocalEngine, "read", lost_once)
+    done = hosts.fetch(peers=(f"localhost:{both[0].address.port}",), patience=20.0)
+    assert [each.asked(Open) for each in both] == [1, 1]
+    assert len(done.sources) == 1
+    assert hosts.held() == bytes([5]) * 8 * MIB
+
+
+def test_a_host_that_is_lost_before_it_answers_at_another_address_goes_on_there(
+    hosts: Hosts, localhost: list[str]
+) -> None:
+    localhost += [HOST, "127.0.0.2", "::1"]
+    opened, lost = version(PARTS, 5), threading.Event()
+
+    def lose(*_: object) -> None:
+        lost.set()
+        raise ConnectionResetError
+
+    first = at(hosts, HOST, None, ONE)
+    first.opens(lose, hosts.name)
+    offers = Offers((Offer(hosts.name, 1, 1, 1, True),), 0, 8)
+    second = at(hosts, "127.0.0.2", opened, ONE)
+    second.answers["List"] = lambda _, send: (
+        lost.wait(),
+        eventually(
+            lambda: any(isinstance(each.error, Unavailable) for each in hosts.fetching._sources._hosts), "the loss"
+        ),
+        send(frame(offers)),
+    )
+    at(hosts, "::1", None, TWO, List=Offers((), 0, 8))
+    done = hosts.fetch(peers=(f"localhost:{first.address.port}",))
+    assert (first.asked(Open), second.asked(Open), len(done.sources)) == (1, 1, 1)
+    assert hosts.held() == bytes([5]) * 8 * MIB
 
 
 # -- what fails ------------------------------------------------------------------------------------
