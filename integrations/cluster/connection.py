@@ -366,8 +366,10 @@ class PeerConnection:
                 return _encrypted(tried, ip, context, left / (len(ips) - len(failures)))
             except (Unavailable, Denied) as error:
                 failures.append(error)
-        kind = Denied if any(isinstance(each, Denied) for each in failures) else Unavailable
-        raise kind("; ".join(each.message for each in failures)) from None
+        told = "; ".join(each.message for each in failures)
+        if len(failures) < len(ips) or not all(isinstance(each, Denied) for each in failures):
+            raise Unavailable(told)  # another service at some of the addresses says nothing of the others
+        raise Denied(told if len(ips) == 1 else f"{address} has no address left: {told}")
 
     def __enter__(self) -> Self:
         return self

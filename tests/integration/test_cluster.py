@@ -371,6 +371,53 @@ def test_each_host_of_a_name_counts_once_though_it_has_addresses_of_both_familie
 
 # -- what goes wrong -------------------------------------------------------------------------------
 
+SERVICE = """
+import socket, ssl, sys
+from pathlib import Path
+from cubroker.integrations.cluster.connection import serving_context
+context = serving_context(Path(sys.argv[2]))
+family = socket.AF_INET6 if ":" in sys.argv[3] else socket.AF_INET
+with socket.create_server((sys.argv[3], 7411), family=family) as server:
+    print(flush=True)
+    while True:
+        plain, _ = server.accept()
+        try:
+            context.wrap_socket(plain, server_side=True).close()
+        except OSError:
+            plain.close()
+"""
+"""A TLS service that is no exporter of this cluster."""
+
+
+def test_another_service_at_one_address_of_a_host_excludes_that_address_alone(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    one, two, *_ = hosts
+    publish(one)
+    other = making.make_authority(tmp_path / "other").parent
+    certificate = making.issue(other, tmp_path / "service", "root", [one.name]).parent
+    with one.running(SERVICE, certificate, one.address) as service:
+        try:
+            assert service.stdout
+            assert service.stdout.readline() == "\n"
+            waiting = two.fetching("m", "--from", one.name, "--wait", "60")
+            assert waiting.stderr
+            while "is not trusted as an exporter of this cluster" not in waiting.stderr.readline():
+                assert waiting.poll() is None
+            with one.exporting(listen=f"[{one.second}]"):
+                assert ended(waiting)["fetched"]
+            with one.running(SERVICE, certificate, one.second) as second:
+                try:
+                    assert second.stdout
+                    assert second.stdout.readline() == "\n"
+                    status, why = two.fetch("m", "--from", one.name, "--wait", "60")
+                    assert (status, f"{one.name}:7411 has no address left: " in why) == (1, True)
+                finally:
+                    second.kill()
+        finally:
+            service.kill()
+    assert held(two) == content(1)
+
 
 def test_a_source_that_is_killed_is_replaced_in_the_middle(hosts: list[Host]) -> None:
     one, two, three, _ = hosts

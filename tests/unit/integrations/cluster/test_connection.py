@@ -204,15 +204,30 @@ def test_a_host_is_tried_at_each_of_its_addresses(
 def test_each_address_that_fails_is_named_with_its_reason(
     certificates: Certificates, tmp_path: Path, localhost: list[str], order: tuple[str, str]
 ) -> None:
+    """The host is not refused: its exporter may be at the address where nothing listens now."""
     localhost += order
     with lying(Certificates(tmp_path).host) as stranger:
         there = PeerAddress("localhost", stranger.address.port)
-        with pytest.raises(Denied) as caught:
+        with pytest.raises(Unavailable) as caught:
             PeerConnection(there, certificates.host)
     refused, distrusted = sorted(caught.value.message.split("; "), key=lambda said: "no exporter" not in said)
     assert caught.value.message == "; ".join((refused, distrusted) if order[0] == ELSEWHERE else (distrusted, refused))
     assert refused == f"no exporter answers at {there._replace(ips=(ELSEWHERE,))}: Connection refused"
     assert distrusted.startswith(f"{there._replace(ips=(HOST,))} is not trusted as an exporter of this cluster: ")
+
+
+def test_a_host_is_refused_when_none_of_its_addresses_is_its_exporter_s(
+    certificates: Certificates, tmp_path: Path, localhost: list[str]
+) -> None:
+    localhost += [HOST, "::1"]
+    other = Certificates(tmp_path).host
+    with lying(other) as one, lying(other, at=("::1", one.address.port)):
+        there = PeerAddress("localhost", one.address.port)
+        with pytest.raises(Denied) as caught:
+            PeerConnection(there, certificates.host)
+    first, second = (f"{there._replace(ips=(ip,))} is not trusted as an exporter of this cluster: " for ip in localhost)
+    assert caught.value.message.startswith(f"{there} has no address left: {first}")
+    assert f"; {second}" in caught.value.message
 
 
 def test_an_exporter_of_another_cluster_is_not_told_anything(certificates: Certificates, tmp_path: Path) -> None:

@@ -823,6 +823,23 @@ def test_a_host_that_is_lost_before_it_answers_at_another_address_goes_on_there(
     assert hosts.held() == bytes([5]) * 8 * MIB
 
 
+def test_another_service_at_one_address_excludes_no_host_whose_exporter_is_away(
+    hosts: Hosts, localhost: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    localhost += [HOST, "::1"]
+    monkeypatch.setattr(loader, "WAIT_TOLD", 0.2)
+    with lying(Certificates(tmp_path).host) as other:
+        there = ("::1", other.address.port)
+
+        def back(_: str) -> None:
+            if not hosts.all:
+                hosts.host(version(), at=there)
+
+        hosts.told = back
+        assert hosts.fetch(peers=(f"localhost:{there[1]}",), wait=30.0).fetched
+    assert hosts.held() == content()
+
+
 # -- what fails ------------------------------------------------------------------------------------
 
 
