@@ -50,6 +50,9 @@ LEAVE = 15.0
 SHOWN = 5
 """Hosts whose errors a message lists one by one."""
 
+TELLING = (Corrupted, Denied, Invalid, Unsupported, OverQuota, NotFound)
+"""Errors that tell more than others, those that tell most first."""
+
 
 class Host:
     """A host that may be asked: when it may be, and the error for which it was given up."""
@@ -67,9 +70,8 @@ class Host:
         self.refused: set[int] = set()
         #: Whether it may be read from only once it has the whole version.
         self.distrusted = False
-        #: When it may be asked again; infinity: never. And whether it is this host itself.
+        #: When it may be asked again; infinity: never.
         self.due = 0.0
-        self.own = False
         self._pause = AGAIN[0]
 
     def put_off(self, error: CubrokerError | None) -> None:
@@ -81,10 +83,6 @@ class Host:
     def exclude(self, error: CubrokerError) -> None:
         """Never ask it again."""
         self.source, self.error, self.due = None, error, inf
-
-    def leave_out(self) -> None:
-        """Never ask it again: it is this host itself."""
-        self.source, self.due, self.own = None, inf, True
 
     def pick(self, name: str, offers: Sequence[Offer], content: bytes | None) -> Offer | None:
         """Return the version to open of those that it offers; None: it has none that is wanted.
@@ -380,13 +378,11 @@ class SourceChoice:
     def lost(self, event: Lost) -> None:
         """Record that a host is gone: it may be asked again later, unless its error is permanent."""
         error, host = event.error, self._host(event.source)
-        if host and isinstance(error, Denied | Invalid | Unsupported) and not isinstance(error, OwnHost):
+        if host and isinstance(error, Denied | Invalid | Unsupported):
             self._refused(event.source, host, error)
             return
         self._dismiss(event.source)
-        if host and isinstance(error, OwnHost):
-            host.leave_out()
-        elif host:  # else the source was given up before
+        if host:  # else the source was given up before
             host.put_off(error)
 
     def distrust(self, numbers: set[int], error: CubrokerError) -> bool:
@@ -466,22 +462,22 @@ class SourceChoice:
 
     def _reason(self) -> tuple[str, str]:
         """Return why there is no source: the code of the error that tells most, and each host's text."""
-        if self._hosts and all(host.own for host in self._hosts):
+        others = [host for host in self._hosts if not isinstance(host.error, OwnHost)]
+        if self._hosts and not others:
             own = ", ".join(str(host.address) for host in self._hosts)
             return Invalid.code, f"{own} is this host itself; name others"
-        errors = [(host.address, host.error) for host in self._hosts if host.error]
-        errors = errors or [(host.address, Unavailable("no answer yet")) for host in self._hosts if host.source]
-        for kind in (Corrupted, Denied, Invalid, Unsupported, OverQuota, NotFound, CubrokerError):
-            errors.sort(key=lambda pair: not isinstance(pair[1], kind))
-            if errors and isinstance(errors[0][1], kind):
-                told = [
-                    each.message if str(address) in each.message else f"{address}: {each.message}"
-                    for address, each in errors[:SHOWN]
-                ]
-                more = len(errors) - len(told)
-                told += [f"and {more} more"] * (more > 0)
-                return errors[0][1].code, "; ".join(told)
-        return Unavailable.code, "no host is known"
+        errors = [(host.address, host.error) for host in others if host.error]
+        errors = errors or [(host.address, Unavailable("no answer yet")) for host in others if host.source]
+        if not errors:
+            return Unavailable.code, "no host is known"
+        errors.sort(key=lambda pair: [not isinstance(pair[1], kind) for kind in TELLING])
+        told = [
+            each.message if str(address) in each.message else f"{address}: {each.message}"
+            for address, each in errors[:SHOWN]
+        ]
+        if more := len(errors) - len(told):
+            told.append(f"and {more} more")
+        return errors[0][1].code, "; ".join(told)
 
     def _host(self, source: SourceReader) -> Host | None:
         """Return a source's host; None if it was given up."""
