@@ -130,9 +130,8 @@ class SourceChoice:
         self._hosts = [Host(address) for address in resolve(order.peers)]
         if not order.version:  # a version's number is that of the first host that has it: then the order matters
             self._chance.shuffle(self._hosts)  # otherwise all hosts of a cluster would ask the same ones first
-        self._started: list[SourceReader] = []
-        #: The host of each started source, in the same order.
-        self._host_of: list[Host] = []
+        #: All sources that were started, each with its host.
+        self._started: dict[SourceReader, Host] = {}
         #: The id of this host's own broker, which is not read from.
         self.own = b""
         #: Sources that have answered and were told nothing yet, and what each is to open; when to choose among them,
@@ -146,7 +145,7 @@ class SourceChoice:
         #: Sources that were told to open the version, and its number at those that have only a part of it.
         self._engaged: dict[SourceReader, int | None] = {}
         #: Sources that have opened it, and have the same bytes as the first one. Once there is a draft, they deliver.
-        self.reading: dict[int, SourceReader] = {}
+        self.reading: set[SourceReader] = set()
         self._used: dict[Host, None] = {}
 
     def ask(self, *, again: bool = True) -> None:
@@ -159,11 +158,8 @@ class SourceChoice:
         due = [host for host in self._askable() if host.due <= now and (again or not host.error)]
         due.sort(key=lambda host: host.due)
         for host in due[: self._room()]:
-            host.source = SourceReader(
-                len(self._started), host.address, Path(self._order.certificates), self._report, self.own
-            )
-            self._started.append(host.source)
-            self._host_of.append(host)
+            host.source = SourceReader(host.address, Path(self._order.certificates), self._report, self.own)
+            self._started[host.source] = host
 
     @property
     def _by_number(self) -> bool:
@@ -219,7 +215,7 @@ class SourceChoice:
     @property
     def bringing(self) -> bool:
         """Whether a source that is read from has delivered a piece; one that always fails keeps no fetch alive."""
-        return any(source.brought for source in self.reading.values())
+        return any(source.brought for source in self.reading)
 
     def answered(self, event: Answered) -> None:
         """Handle a host's answer: the host is a candidate if it has the pool."""
@@ -255,7 +251,8 @@ class SourceChoice:
         if known.source or known.due == inf:
             source.leave()
             return False
-        known.source, self._host_of[source.number] = source, known
+        known.source = source
+        self._started[source] = known
         return True
 
     def _find(self, host: Host, offers: Sequence[Offer]) -> _Wanted | None:
@@ -341,7 +338,7 @@ class SourceChoice:
             host.put_off(NotFound(f"its {self._order.name} differs from that of the first source"))
             return False
         self._content, self._opened, host.version = found, True, opened.version
-        self.reading[event.source.number] = event.source
+        self.reading.add(event.source)
         if self._filling:
             self._begin(event.source, self._filling)
         return first
@@ -361,18 +358,18 @@ class SourceChoice:
     def _dismiss(self, source: SourceReader) -> None:
         """End a source, and remove it."""
         source.leave()
-        self.reading.pop(source.number, None)
+        self.reading.discard(source)
         self._candidates.pop(source, None)
         self._engaged.pop(source, None)
 
     def fill(self, filling: Filling) -> None:
         """Have all sources that have opened the version deliver it."""
         self._filling = filling
-        for source in self.reading.values():
+        for source in self.reading:
             self._begin(source, filling)
 
     def _begin(self, source: SourceReader, filling: Filling) -> None:
-        self._used[self._host_of[source.number]] = None
+        self._used[self._started[source]] = None
         source.read(filling)
 
     def lost(self, event: Lost) -> None:
@@ -385,24 +382,23 @@ class SourceChoice:
         if host:  # else the source was given up before
             host.put_off(error)
 
-    def distrust(self, numbers: set[int], error: CubrokerError) -> bool:
+    def distrust(self, sources: set[SourceReader], error: CubrokerError) -> bool:
         """Stop reading from those of these sources that have only a part, until they have all; returns if any had."""
-        found = [number for number in numbers if not self._started[number].whole]
-        for host in [self._host_of[number] for number in found]:
+        found = [source for source in sources if not source.whole]
+        for host in [self._started[source] for source in found]:
             host.distrusted = True
             if host.source and not host.source.whole:  # it may be another source of that host by now
                 self._dismiss(host.source)
                 host.put_off(error)
         return bool(found)
 
-    def drop(self, numbers: set[int], error: CubrokerError) -> bool:
+    def drop(self, sources: set[SourceReader], error: CubrokerError) -> bool:
         """Exclude sources, if others that have the whole version are left; returns whether there are such."""
-        if not any(source.whole for number, source in self.reading.items() if number not in numbers):
+        if not any(source.whole for source in self.reading - sources):
             return False
-        for number in numbers:
-            host = self._host_of[number]
-            if host.source is self._started[number]:
-                self._dismiss(host.source)
+        for source in sources:
+            if host := self._host(source):
+                self._dismiss(source)
                 host.exclude(error)
         return True
 
@@ -410,7 +406,7 @@ class SourceChoice:
         """Give up sources that had no wanted piece for ``USELESS`` seconds, at most one for each other host to ask."""
         now = time.monotonic()
         others = sum(host.due <= now for host in self._askable())
-        useless = [source for number, source in self.reading.items() if filling.useless(number) > USELESS]
+        useless = [source for source in self.reading if filling.useless(source) > USELESS]
         for source in useless[:others]:
             source.leave()
             self.lost(Lost(source, Unavailable(f"{source.address} has nothing yet that this host lacks")))
@@ -418,20 +414,19 @@ class SourceChoice:
     @property
     def has_whole(self) -> bool:
         """Whether a source that is read from has the whole version."""
-        return any(source.whole for source in self.reading.values())
+        return any(source.whole for source in self.reading)
 
     def give_up(self) -> None:
         """Give up sources that were told to read and are not connected within ``patience`` seconds."""
         now, patience = time.monotonic(), self._order.patience
-        for source in [*self.reading.values()]:
+        for source in [*self.reading]:
             if not source.writing and now - source.told > patience:
                 source.leave()
                 self.lost(Lost(source, Unavailable(f"{source.address} could not be read from within {patience:g} s")))
 
     def leave_late(self, filling: Filling) -> bool:
         """Give up sources that still write pieces that others have delivered; returns whether all writes have ended."""
-        for number in filling.writing:
-            source = self._started[number]
+        for source in filling.writing:
             self.lost(Lost(source, Unavailable(f"{source.address} was slower than others")))
         return filling.wait(LEAVE)
 
@@ -481,7 +476,7 @@ class SourceChoice:
 
     def _host(self, source: SourceReader) -> Host | None:
         """Return a source's host; None if it was given up."""
-        host = self._host_of[source.number]
+        host = self._started[source]
         return host if host.source is source else None
 
 

@@ -100,7 +100,7 @@ class Filling:
         }
         self._ranges = {number: replica.digest_ranges() for number, replica in self._replicas.items()}
         sizes = [place.nbytes for place in opened.places]
-        self._striping = Striping(cut(sizes, list(self._replicas)), chance=Random())  # noqa: S311  # any order will do
+        self._striping: Striping[SourceReader] = Striping(cut(sizes, list(self._replicas)), chance=Random())  # noqa: S311  # any order will do
         self._sums = {
             (each, number): digests.PartialDigest() for each in self._replicas for number in range(len(sizes))
         }
@@ -139,14 +139,14 @@ class Filling:
         region = self._views[piece.replica][piece.allocation]
         return MemoryRegion(region.pointer + piece.offset, piece.nbytes, region.device)
 
-    def join(self, source: int, have: int | None, place: tuple[int, int]) -> bool:
+    def join(self, source: SourceReader, have: int | None, place: tuple[int, int]) -> bool:
         """See :meth:`Striping.join`; returns False after :meth:`end_joining`: then the source must not read."""
         with self._lock:
             if not self._over:
                 self._striping.join(source, time.monotonic(), have, place)
             return not self._over
 
-    def has(self, source: int, have: int | None) -> None:
+    def has(self, source: SourceReader, have: int | None) -> None:
         """See :meth:`Striping.has`."""
         with self._lock:
             self._striping.has(source, have)
@@ -156,12 +156,12 @@ class Filling:
         with self._lock:
             self._over = True
 
-    def begin(self, source: int) -> VersionPiece | None:
+    def begin(self, source: SourceReader) -> VersionPiece | None:
         """See :meth:`Striping.begin`."""
         with self._lock:
             return self._striping.begin(source, time.monotonic())
 
-    def end(self, source: int, piece: VersionPiece) -> None:
+    def end(self, source: SourceReader, piece: VersionPiece) -> None:
         """Record that a piece is there."""
         with self._lock:
             before = self._striping.nbytes
@@ -170,30 +170,30 @@ class Filling:
                 self._checks.put((piece, whole))
             self._ended.notify_all()
 
-    def lose(self, source: int) -> None:
+    def lose(self, source: SourceReader) -> None:
         """See :meth:`Striping.lose`."""
         with self._lock:
             self._striping.lose(source)
             self._ended.notify_all()
 
-    def silent(self, source: int) -> float:
+    def silent(self, source: SourceReader) -> float:
         """See :meth:`Striping.silent`."""
         with self._lock:
             return self._striping.silent(source, time.monotonic())
 
-    def useless(self, source: int) -> float:
+    def useless(self, source: SourceReader) -> float:
         """See :meth:`Striping.useless`; 0 for a source that has not joined, or has gone."""
         with self._lock:
             return self._striping.useless(source, time.monotonic())
 
-    def again(self, wrong: Wrong) -> set[int]:
+    def again(self, wrong: Wrong) -> set[SourceReader]:
         """See :meth:`Striping.again`."""
         self._sums[wrong] = digests.PartialDigest()
         with self._lock:
             return self._striping.again(*wrong)
 
     @property
-    def writing(self) -> set[int]:
+    def writing(self) -> set[SourceReader]:
         """See :attr:`Striping.writing`."""
         with self._lock:
             return self._striping.writing
@@ -285,13 +285,11 @@ class SourceReader:
 
     def __init__(
         self,
-        number: int,
         address: PeerAddress,
         certificates: Path,
         report: Callable[[Reported], object],
         own: bytes = b"",
     ) -> None:
-        self.number = number
         self.address = address
         self.opened: ExportedVersion | None = None
         #: The runs that it has, as bits; None: the whole version.
@@ -317,7 +315,7 @@ class SourceReader:
         self._runs = 0
         self._heard = 0
         self._began = 0.0
-        self._thread = Thread(target=self._run, name=f"cubroker-source-{number}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"cubroker-source {address}", daemon=True)
         self._thread.start()
 
     @property
@@ -411,7 +409,7 @@ class SourceReader:
                 self._engine.register(filling.regions)
                 self.told = time.monotonic()  # not before: how long registering takes does not depend on the source
                 self._engine.connect(self.opened.metadata)
-            self.writing = filling.join(self.number, self.have, (self.opened.slot, self.opened.slots))
+            self.writing = filling.join(self, self.have, (self.opened.slot, self.opened.slots))
             if not self.writing:
                 return
             try:
@@ -419,7 +417,7 @@ class SourceReader:
             finally:
                 self._engine.close()  # before others read the same pieces
                 self.closed = True
-                filling.lose(self.number)
+                filling.lose(self)
         self._tell(connection, nbytes)
 
     @contextmanager
@@ -434,7 +432,7 @@ class SourceReader:
             except CubrokerError as error:
                 errors.append(error)
 
-        thread = Thread(target=tell, name=f"cubroker-source-{self.number}-beat", daemon=True)
+        thread = Thread(target=tell, name=f"{self._thread.name} beat", daemon=True)
         thread.start()
         try:
             yield
@@ -460,19 +458,19 @@ class SourceReader:
                 flying.remove(each)
                 nbytes += each[0].nbytes
                 self.brought = True
-                filling.end(self.number, each[0])
+                filling.end(self, each[0])
             for _ in range(TURN):
                 if not connection.pending():
                     break
                 self._take(connection.hear_any())
             if have != self.have:
                 have = self.have
-                filling.has(self.number, have)
+                filling.has(self, have)
             now = time.monotonic()
-            if (not flying or now >= due) and (piece := filling.begin(self.number)) is not None:
+            if (not flying or now >= due) and (piece := filling.begin(self)) is not None:
                 flying.append((piece, engine.read(filling.local(piece), self._remote(piece))))
                 due = now + (now - began) * piece.nbytes / nbytes / DEPTH if nbytes else inf
-            if filling.silent(self.number) > filling.patience:
+            if filling.silent(self) > filling.patience:
                 raise Unavailable(f"{self.address} has delivered nothing for {filling.patience:g} s")
             if self._owed and now > beat - BEAT + CONNECT:
                 raise Unavailable(f"the exporter at {self.address} did not answer within {CONNECT:g} s")

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 WIDTH = 8
 """The most sources that one fetch reads from at the same time: as many as a host has readers, so that a host receives
@@ -54,6 +54,7 @@ HURRY = 2.0
 
 
 Host = TypeVar("Host")
+Source = TypeVar("Source")
 
 
 def by_room(readers: Mapping[Host, tuple[int, int]], chance: Random) -> list[Host]:
@@ -160,7 +161,7 @@ class _Source:
             yield piece, max(nbytes / rate, now - self.stirred) if rate else float("inf")
 
 
-class Striping:
+class Striping(Generic[Source]):
     """The pieces of one version, and the sources that deliver them. Times are seconds of any monotonic clock.
 
     Args:
@@ -178,15 +179,15 @@ class Striping:
         self._todo = self._all
         self._depth = depth
         self._chance = chance
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[Source, _Source] = {}
         #: Which source delivered each piece that is there; and these pieces as bits.
-        self._brought: dict[VersionPiece, int] = {}
+        self._brought: dict[VersionPiece, Source] = {}
         self._there = 0
         #: The pieces, as bits, that only sources with the whole version may deliver.
         self._strict = 0
         #: For each allocation with such pieces: the pieces, and the one source that delivers them, once it has begun.
         self._wrong: dict[tuple[int, int], int] = {}
-        self._sole: dict[tuple[int, int], int] = {}
+        self._sole: dict[tuple[int, int], Source] = {}
         self._left: dict[tuple[int, int], int] = {}
         for piece in self._pieces:
             self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
@@ -196,7 +197,7 @@ class Striping:
         self._parted = 0
         #: By replica and allocation: the sources that delivered a piece late, or were lost with it, while another one
         #: delivers or has delivered it. What they wrote may be what is there now.
-        self.late: dict[tuple[int, int], set[int]] = {}
+        self.late: dict[tuple[int, int], set[Source]] = {}
 
     @property
     def finished(self) -> bool:
@@ -210,9 +211,9 @@ class Striping:
         return sum(piece.nbytes for number, piece in enumerate(self._pieces[:runs]) if self._parted >> number & 1)
 
     @property
-    def writing(self) -> set[int]:
+    def writing(self) -> set[Source]:
         """The sources that have pieces under way."""
-        return {number for number, source in self._sources.items() if source.flying}
+        return {source for source, each in self._sources.items() if each.flying}
 
     @property
     def have(self) -> int:
@@ -223,11 +224,11 @@ class Striping:
             writing |= 1 << self._numbers[piece]
         return self._there & ~writing & (1 << runs) - 1
 
-    def join(self, source: int, now: float, have: int | None = None, place: tuple[int, int] = (0, 1)) -> None:
+    def join(self, source: Source, now: float, have: int | None = None, place: tuple[int, int] = (0, 1)) -> None:
         """Add a source.
 
         Args:
-            source: its number.
+            source: anything that stands for it.
             now: the time.
             have: the runs of bytes that it has, as in :meth:`has`; None: the whole version.
             place: this side's slot among the source's readers, from 0 on, and how many slots the source has. Each slot
@@ -237,7 +238,7 @@ class Striping:
         self._sources[source] = _Source(now, share)
         self.has(source, have)
 
-    def has(self, source: int, have: int | None) -> None:
+    def has(self, source: Source, have: int | None) -> None:
         """Record which runs of bytes a source has now; None: the whole version.
 
         Bit 0 is the first run that :func:`cut` makes, for any replica.
@@ -247,7 +248,7 @@ class Striping:
         if not mine.whole:
             self._leave_to_others(source)
 
-    def _leave_to_others(self, source: int) -> None:
+    def _leave_to_others(self, source: Source) -> None:
         """Let another source deliver the wrong allocations that this one was to deliver again."""
         self._sole = {key: sole for key, sole in self._sole.items() if sole != source}
 
@@ -257,7 +258,7 @@ class Striping:
         have &= (1 << runs) - 1
         return sum(have << replica * runs for replica in range(self._replicas))
 
-    def begin(self, source: int, now: float) -> VersionPiece | None:
+    def begin(self, source: Source, now: float) -> VersionPiece | None:
         """Return the next piece for a source, which counts as begun from now on; None: nothing for now."""
         mine = self._sources[source]
         if len(mine.flying) >= self._depth:
@@ -280,7 +281,7 @@ class Striping:
             mine.useless = now
         return piece
 
-    def _usable(self, source: int) -> int:
+    def _usable(self, source: Source) -> int:
         """Return the pieces that a source has and may deliver."""
         mine = self._sources[source]
         if not mine.whole:
@@ -303,7 +304,7 @@ class Striping:
         self._todo ^= 1 << number
         return self._pieces[number]
 
-    def _late(self, source: int, now: float) -> VersionPiece | None:
+    def _late(self, source: Source, now: float) -> VersionPiece | None:
         """Return a piece that slower sources have begun and that this source, if it is idle, would deliver sooner."""
         mine = self._sources[source]
         rate = mine.rate(now)
@@ -318,7 +319,7 @@ class Striping:
         last = max(reversed(known), key=lambda piece: left[piece], default=None)
         return last if last and left[last] > HURRY * last.nbytes / rate else None
 
-    def end(self, source: int, piece: VersionPiece, now: float) -> bool:
+    def end(self, source: Source, piece: VersionPiece, now: float) -> bool:
         """Record that a source has delivered a piece; returns whether that completes the piece's allocation."""
         mine, bit = self._sources[source], 1 << self._numbers[piece]
         del mine.flying[piece]
@@ -338,21 +339,21 @@ class Striping:
         self._left[piece[:2]] -= 1
         return not self._left[piece[:2]]
 
-    def lose(self, source: int) -> None:
+    def lose(self, source: Source) -> None:
         """Remove a source; other sources deliver the pieces that it has not delivered."""
         mine = self._sources.pop(source)
         self._leave_to_others(source)
         for piece in mine.flying:
             self._abandon(source, piece)
 
-    def _abandon(self, source: int, piece: VersionPiece) -> None:
+    def _abandon(self, source: Source, piece: VersionPiece) -> None:
         """Have a piece begun again that a source does not deliver, unless it is there or another source delivers it."""
         if piece in self._brought or any(piece in other.flying for other in self._sources.values()):
             self.late.setdefault(piece[:2], set()).add(source)
         else:
             self._todo |= 1 << self._numbers[piece]
 
-    def again(self, replica: int, allocation: int) -> set[int]:
+    def again(self, replica: int, allocation: int) -> set[Source]:
         """Have an allocation read again from a source with the whole version; returns the sources that have written it.
 
         Some of these sources may still write it.
@@ -360,7 +361,7 @@ class Striping:
         key = replica, allocation
         wrong = [piece for piece in self._brought if piece[:2] == key]
         wrote = {self._brought.pop(piece) for piece in wrong} | self.late.pop(key, set())
-        wrote |= {number for number, each in self._sources.items() if any(piece[:2] == key for piece in each.flying)}
+        wrote |= {source for source, each in self._sources.items() if any(piece[:2] == key for piece in each.flying)}
         bits = sum(1 << self._numbers[piece] for piece in wrong)
         self._there &= ~bits
         self._parted &= ~bits
@@ -372,12 +373,12 @@ class Striping:
         self.nbytes -= sum(piece.nbytes for piece in wrong)
         return wrote
 
-    def silent(self, source: int, now: float) -> float:
+    def silent(self, source: Source, now: float) -> float:
         """Return for how many seconds a source that has begun pieces has delivered none."""
         mine = self._sources[source]
         return now - mine.stirred if mine.flying else 0.0
 
-    def useless(self, source: int, now: float) -> float:
+    def useless(self, source: Source, now: float) -> float:
         """Return for how many seconds a source has had none of the pieces that are still to be begun.
 
         0 if there is no such piece, or if the source has not joined, or has gone.

@@ -422,7 +422,9 @@ def test_a_source_with_other_bytes_is_not_read_even_if_it_is_ready_before_the_dr
     honest = hosts.host(version())
 
     def later(_: object, send: Callable[[bytes], None]) -> None:
-        eventually(lambda: any(each.opened for each in hosts.fetching._sources._started), "the other one to be first")
+        eventually(
+            lambda: any(each.opened for each in [*hosts.fetching._sources._started]), "the other one to be first"
+        )
         send(frame(OTHERS[other]()))
 
     hosts.host(later)
@@ -430,7 +432,7 @@ def test_a_source_with_other_bytes_is_not_read_even_if_it_is_ready_before_the_dr
 
     def late(*arguments: Any) -> Any:
         started = hosts.fetching._sources._started
-        eventually(lambda: len(started) == 2 and all(each.opened for each in started), "both to be open")
+        eventually(lambda: [bool(each.opened) for each in [*started]] == [True, True], "both to be open")
         return drafted(*arguments)
 
     monkeypatch.setattr(fetch_process, "_drafted", late)
