@@ -154,7 +154,7 @@ class Fetch:
             filling.close()
         targets = [target_of(replica) for replica in draft.replicas]
         copy_between_devices(targets, [place.nbytes for place in opened.places])
-        return filling.from_parts
+        return filling.striping.from_parts
 
     def _complete(self, filling: Filling) -> None:
         """Return when every allocation is there and has its digest, and no source writes any more."""

@@ -406,7 +406,8 @@ class SourceChoice:
         """Give up sources that had no wanted piece for ``USELESS`` seconds, at most one for each other host to ask."""
         now = time.monotonic()
         others = sum(host.due <= now for host in self._askable())
-        useless = [source for source in self.reading if filling.useless(source) > USELESS]
+        with filling.lock:
+            useless = [source for source in self.reading if filling.striping.useless(source, now) > USELESS]
         for source in useless[:others]:
             source.leave()
             self.lost(Lost(source, Unavailable(f"{source.address} has nothing yet that this host lacks")))
@@ -426,9 +427,10 @@ class SourceChoice:
 
     def leave_late(self, filling: Filling) -> bool:
         """Give up sources that still write pieces that others have delivered; returns whether all writes have ended."""
-        for source in filling.writing:
-            self.lost(Lost(source, Unavailable(f"{source.address} was slower than others")))
-        return filling.wait(LEAVE)
+        with filling.lock:
+            for source in filling.striping.writing:
+                self.lost(Lost(source, Unavailable(f"{source.address} was slower than others")))
+            return filling.lock.wait_for(lambda: not filling.striping.writing, LEAVE)
 
     def end(self) -> bool:
         """Have all threads end, and return when those that write have ended; False if one has not.

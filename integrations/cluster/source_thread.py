@@ -72,23 +72,25 @@ class Filling:
     """A draft's memory while sources fill it. Any thread may call it.
 
     The replicas that are read into are those that have no upstream; the others are copied from device to device later.
+
+    Attributes:
+        lock: held while ``striping`` is used; notified when a source has delivered a piece, or has ended.
+        striping: the pieces, and the sources that deliver them.
+        patience: seconds after which a source that delivers none of the pieces it began is given up.
+        context: that of the first device that is read into.
     """
 
     def __init__(
         self, draft: Draft, opened: ExportedVersion, patience: float, report: Callable[[Filled], object]
     ) -> None:
-        #: Seconds after which a source that delivers none of the pieces it began is given up.
+        self.lock = Condition(Lock())
         self.patience = patience
         self._opened = opened
         self._report = report
-        self._lock = Lock()
-        #: Notified when a source has delivered a piece, or has ended.
-        self._ended = Condition(self._lock)
         self._over = False
-        #: The context of the first device that is read into.
         self.context = draft.replicas[0].context
         self._host = self.context.host
-        self._replicas = {
+        replicas = {
             number: replica for number, replica in enumerate(draft.replicas) if number == 0 or not replica.upstream
         }
         self._views = {
@@ -96,14 +98,13 @@ class Filling:
                 MemoryRegion(view.pointer, view.nbytes, None if self._host else view.memory_device.index)
                 for view in replica.allocation_views
             ]
-            for number, replica in self._replicas.items()
+            for number, replica in replicas.items()
         }
-        self._ranges = {number: replica.digest_ranges() for number, replica in self._replicas.items()}
+        self._ranges = {number: replica.digest_ranges() for number, replica in replicas.items()}
         sizes = [place.nbytes for place in opened.places]
-        self._striping: Striping[SourceReader] = Striping(cut(sizes, list(self._replicas)), chance=Random())  # noqa: S311  # any order will do
-        self._sums = {
-            (each, number): digests.PartialDigest() for each in self._replicas for number in range(len(sizes))
-        }
+        chance = Random()  # noqa: S311  # any order will do
+        self.striping: Striping[SourceReader] = Striping(cut(sizes, list(replicas)), chance=chance)
+        self._sums = {(each, number): digests.PartialDigest() for each in replicas for number in range(len(sizes))}
         self._checks: SimpleQueue[tuple[VersionPiece, bool] | None] = SimpleQueue()
         self._checker = Thread(target=self._check, name="cubroker-digests", daemon=True)
         self._checker.start()
@@ -121,18 +122,13 @@ class Filling:
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes that are there, and bytes in all."""
-        return self._striping.nbytes, self._striping.total
+        return self.striping.nbytes, self.striping.total
 
     @property
     def have(self) -> int:
         """See :attr:`Striping.have`."""
-        with self._lock:
-            return self._striping.have
-
-    @property
-    def from_parts(self) -> int:
-        """See :attr:`Striping.from_parts`."""
-        return self._striping.from_parts
+        with self.lock:
+            return self.striping.have
 
     def local(self, piece: VersionPiece) -> MemoryRegion:
         """Return the memory that a piece is read into."""
@@ -141,67 +137,36 @@ class Filling:
 
     def join(self, source: SourceReader, have: int | None, place: tuple[int, int]) -> bool:
         """See :meth:`Striping.join`; returns False after :meth:`end_joining`: then the source must not read."""
-        with self._lock:
+        with self.lock:
             if not self._over:
-                self._striping.join(source, time.monotonic(), have, place)
+                self.striping.join(source, time.monotonic(), have, place)
             return not self._over
-
-    def has(self, source: SourceReader, have: int | None) -> None:
-        """See :meth:`Striping.has`."""
-        with self._lock:
-            self._striping.has(source, have)
 
     def end_joining(self) -> None:
         """Let no source join from now on."""
-        with self._lock:
+        with self.lock:
             self._over = True
-
-    def begin(self, source: SourceReader) -> VersionPiece | None:
-        """See :meth:`Striping.begin`."""
-        with self._lock:
-            return self._striping.begin(source, time.monotonic())
 
     def end(self, source: SourceReader, piece: VersionPiece) -> None:
         """Record that a piece is there."""
-        with self._lock:
-            before = self._striping.nbytes
-            whole = self._striping.end(source, piece, time.monotonic())
-            if self._striping.nbytes > before:  # else another source was faster
+        with self.lock:
+            before = self.striping.nbytes
+            whole = self.striping.end(source, piece, time.monotonic())
+            if self.striping.nbytes > before:  # else another source was faster
                 self._checks.put((piece, whole))
-            self._ended.notify_all()
+            self.lock.notify_all()
 
     def lose(self, source: SourceReader) -> None:
         """See :meth:`Striping.lose`."""
-        with self._lock:
-            self._striping.lose(source)
-            self._ended.notify_all()
-
-    def silent(self, source: SourceReader) -> float:
-        """See :meth:`Striping.silent`."""
-        with self._lock:
-            return self._striping.silent(source, time.monotonic())
-
-    def useless(self, source: SourceReader) -> float:
-        """See :meth:`Striping.useless`; 0 for a source that has not joined, or has gone."""
-        with self._lock:
-            return self._striping.useless(source, time.monotonic())
+        with self.lock:
+            self.striping.lose(source)
+            self.lock.notify_all()
 
     def again(self, wrong: Wrong) -> set[SourceReader]:
         """See :meth:`Striping.again`."""
         self._sums[wrong] = digests.PartialDigest()
-        with self._lock:
-            return self._striping.again(*wrong)
-
-    @property
-    def writing(self) -> set[SourceReader]:
-        """See :attr:`Striping.writing`."""
-        with self._lock:
-            return self._striping.writing
-
-    def wait(self, limit: float) -> bool:
-        """Wait up to ``limit`` seconds until no source writes; returns whether none does."""
-        with self._ended:
-            return self._ended.wait_for(lambda: not self._striping.writing, limit)
+        with self.lock:
+            return self.striping.again(*wrong)
 
     def overwritten(self) -> list[Wrong]:
         """Compare allocations that two sources have written again, while no source writes; returns the wrong ones.
@@ -210,9 +175,9 @@ class Filling:
         compared, and the second copy may have been written after that.
         """
         found = []
-        for key in [*self._striping.late]:
+        for key in [*self.striping.late]:
             if self._digest(*key) == self._opened.places[key[1]].digest:
-                del self._striping.late[key]
+                del self.striping.late[key]
             else:
                 found.append(Wrong(*key))
         return found
@@ -463,14 +428,17 @@ class SourceReader:
                 if not connection.pending():
                     break
                 self._take(connection.hear_any())
-            if have != self.have:
-                have = self.have
-                filling.has(self, have)
             now = time.monotonic()
-            if (not flying or now >= due) and (piece := filling.begin(self)) is not None:
+            with filling.lock:
+                if have != self.have:
+                    have = self.have
+                    filling.striping.has(self, have)
+                piece = filling.striping.begin(self, now) if not flying or now >= due else None
+                silent = filling.striping.silent(self, now)
+            if piece:
                 flying.append((piece, engine.read(filling.local(piece), self._remote(piece))))
                 due = now + (now - began) * piece.nbytes / nbytes / DEPTH if nbytes else inf
-            if filling.silent(self) > filling.patience:
+            if silent > filling.patience:
                 raise Unavailable(f"{self.address} has delivered nothing for {filling.patience:g} s")
             if self._owed and now > beat - BEAT + CONNECT:
                 raise Unavailable(f"the exporter at {self.address} did not answer within {CONNECT:g} s")
