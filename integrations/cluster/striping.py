@@ -175,6 +175,8 @@ class Striping(Generic[Source]):
         self._pieces = sorted(pieces, key=lambda piece: piece.replica)
         self._numbers = {piece: number for number, piece in enumerate(self._pieces)}
         self._replicas = len({piece.replica for piece in self._pieces})
+        #: The pieces of one replica.
+        self._runs = len(self._pieces) // max(1, self._replicas)
         self._all = (1 << len(self._pieces)) - 1
         self._todo = self._all
         self._depth = depth
@@ -207,8 +209,9 @@ class Striping(Generic[Source]):
     @property
     def from_parts(self) -> int:
         """Bytes of the first replica that are there, and came from sources with a part."""
-        runs = len(self._pieces) // max(1, self._replicas)
-        return sum(piece.nbytes for number, piece in enumerate(self._pieces[:runs]) if self._parted >> number & 1)
+        return sum(
+            piece.nbytes for number, piece in enumerate(self._pieces[: self._runs]) if self._parted >> number & 1
+        )
 
     @property
     def writing(self) -> set[Source]:
@@ -218,11 +221,10 @@ class Striping(Generic[Source]):
     @property
     def have(self) -> int:
         """The runs of the first replica that are there and that no source still writes, as in :meth:`has`."""
-        runs = len(self._pieces) // max(1, self._replicas)
         writing = 0
         for piece in chain.from_iterable(source.flying for source in self._sources.values()):
             writing |= 1 << self._numbers[piece]
-        return self._there & ~writing & (1 << runs) - 1
+        return self._there & ~writing & (1 << self._runs) - 1
 
     def join(self, source: Source, now: float, have: int | None = None, place: tuple[int, int] = (0, 1)) -> None:
         """Add a source.
@@ -254,9 +256,8 @@ class Striping(Generic[Source]):
 
     def _spread(self, have: int) -> int:
         """Return the pieces, of all replicas, that consist of these runs of bytes."""
-        runs = len(self._pieces) // max(1, self._replicas)
-        have &= (1 << runs) - 1
-        return sum(have << replica * runs for replica in range(self._replicas))
+        have &= (1 << self._runs) - 1
+        return sum(have << replica * self._runs for replica in range(self._replicas))
 
     def begin(self, source: Source, now: float) -> VersionPiece | None:
         """Return the next piece for a source, which counts as begun from now on; None: nothing for now."""
