@@ -229,8 +229,8 @@ class Fetch:
         match event:
             case Answered():
                 self._sources.answered(event)
-            case Lost():
-                self._sources.lost(event)
+            case Lost(source, error):
+                self._sources.lost(source, error)
             case FillingFailed(error):
                 raise error
         self._sources.choose()

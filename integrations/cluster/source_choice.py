@@ -20,7 +20,7 @@ from cubroker.client import digests
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import OwnHost, PeerAddress, resolve
 from cubroker.integrations.cluster.messages import ExportedVersion, Offer, Open, Order
-from cubroker.integrations.cluster.source_thread import Answered, Filling, Lost, Ready, Reported, SourceReader
+from cubroker.integrations.cluster.source_thread import Answered, Filling, Ready, Reported, SourceReader
 from cubroker.integrations.cluster.striping import ASKED, USELESS, by_room, piece_size
 from cubroker.protocol.errors import (
     Corrupted,
@@ -134,10 +134,9 @@ class SourceChoice:
         self._started: dict[SourceReader, Host] = {}
         #: The id of this host's own broker, which is not read from.
         self.own = b""
-        #: Sources that have answered and were told nothing yet, and what each is to open; when to choose among them,
-        #: and when to choose if all of them have only parts.
+        #: Sources that have answered and were told nothing yet, and what each is to open; when the first has answered.
         self._candidates: dict[SourceReader, _Wanted] = {}
-        self._gathered = self._gathered_parts = 0.0
+        self._gathering = 0.0
         #: The version's :func:`messages.content`, once it is known, and whether a source has opened the version.
         self._content: bytes | None = None
         self._opened = False
@@ -233,8 +232,7 @@ class SourceChoice:
         if known is not host and not self._join(known, host):
             return
         if not self._candidates:
-            now = time.monotonic()
-            self._gathered, self._gathered_parts = now + GATHER, now + GATHER_PARTS
+            self._gathering = time.monotonic()
         self._candidates[event.source] = wanted._replace(readers=(offers.readers, offers.limit))
 
     def _known(self, host: Host, source: SourceReader) -> Host:
@@ -286,7 +284,7 @@ class SourceChoice:
     def _choosing(self) -> float:
         """When to choose among the candidates, unless all hosts that were asked answer before."""
         parts = self._undecided and all(each.partial for each in self._candidates.values())
-        return self._gathered_parts if parts else self._gathered
+        return self._gathering + (GATHER_PARTS if parts else GATHER)
 
     def _decided(self) -> dict[SourceReader, _Wanted]:
         """Return the candidates that have the wanted version; while it is undecided, current versions before parts.
@@ -372,13 +370,13 @@ class SourceChoice:
         self._used[self._started[source]] = None
         source.read(filling)
 
-    def lost(self, event: Lost) -> None:
-        """Record that a host is gone: it may be asked again later, unless its error is permanent."""
-        error, host = event.error, self._host(event.source)
+    def lost(self, source: SourceReader, error: CubrokerError) -> None:
+        """End a source: its host may be asked again later, unless the error is permanent."""
+        host = self._host(source)
         if host and isinstance(error, Denied | Invalid | Unsupported):
-            self._refused(event.source, host, error)
+            self._refused(source, host, error)
             return
-        self._dismiss(event.source)
+        self._dismiss(source)
         if host:  # else the source was given up before
             host.put_off(error)
 
@@ -409,8 +407,7 @@ class SourceChoice:
         with filling.lock:
             useless = [source for source in self.reading if filling.striping.useless(source, now) > USELESS]
         for source in useless[:others]:
-            source.leave()
-            self.lost(Lost(source, Unavailable(f"{source.address} has nothing yet that this host lacks")))
+            self.lost(source, Unavailable(f"{source.address} has nothing yet that this host lacks"))
 
     @property
     def has_whole(self) -> bool:
@@ -422,14 +419,13 @@ class SourceChoice:
         now, patience = time.monotonic(), self._order.patience
         for source in [*self.reading]:
             if not source.writing and now - source.told > patience:
-                source.leave()
-                self.lost(Lost(source, Unavailable(f"{source.address} could not be read from within {patience:g} s")))
+                self.lost(source, Unavailable(f"{source.address} could not be read from within {patience:g} s"))
 
     def leave_late(self, filling: Filling) -> bool:
         """Give up sources that still write pieces that others have delivered; returns whether all writes have ended."""
         with filling.lock:
             for source in filling.striping.writing:
-                self.lost(Lost(source, Unavailable(f"{source.address} was slower than others")))
+                self.lost(source, Unavailable(f"{source.address} was slower than others"))
             return filling.lock.wait_for(lambda: not filling.striping.writing, LEAVE)
 
     def end(self) -> bool:
