@@ -180,8 +180,7 @@ class DraftAnnouncement:
 
 def _reply(connection: socket.socket) -> messages.Reply:
     with connection.makefile("rb") as stream:
-        head = stream.read(messages.LENGTH.size)
-        body = stream.read(messages.length(head, messages.MAX_REQUEST)) if len(head) == messages.LENGTH.size else b""
+        body = messages.read(stream, messages.MAX_REQUEST)
     if not body:
         raise ConnectionResetError
     return messages.reply(body)

@@ -19,12 +19,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 
@@ -287,23 +287,13 @@ def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
 
 # -- the process ---------------------------------------------------------------------------------------
 
-_out = sys.stdout.buffer
+_out: BinaryIO = sys.stdout.buffer
 
 
 def _say(told: StatusLine) -> None:
     """Print a line. Two threads may do so at once: a buffered stream writes the bytes of one call together."""
     _out.write(encode_json(told) + b"\n")
     _out.flush()
-
-
-@contextmanager
-def _own_output() -> Iterator[None]:
-    """Keep standard output for our lines: libraries that print there print to standard error instead."""
-    global _out
-    with os.fdopen(os.dup(1), "wb") as stream:
-        os.dup2(2, 1)
-        _out = stream
-        yield
 
 
 def _need(ended: bool) -> None:
@@ -322,31 +312,32 @@ def _end_with_caller() -> None:
 
 def main() -> None:
     """Carry out the order on standard input, and print the result."""
+    global _out
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it, too, and ends this process
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     Thread(target=_end_with_caller, name="cubroker-caller", daemon=True).start()
-    with _own_output():
-        said = 0.0
+    _out = transfer_engine.own_output()
+    said = 0.0
 
-        def report(done: int, total: int) -> None:
-            nonlocal said
-            now = time.monotonic()
-            if now - said >= REPORT or done == total:
-                said = now
-                _say(StatusLine(progress=(done, total)))
+    def report(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= REPORT or done == total:
+            said = now
+            _say(StatusLine(progress=(done, total)))
 
-        status = 1
+    status = 1
+    try:
         try:
-            fetched = Fetch(order, report, lambda reason: _say(StatusLine(awaits=reason))).run()
-            _say(StatusLine(fetched=fetched))
-            status = 0
+            result = StatusLine(fetched=Fetch(order, report, lambda reason: _say(StatusLine(awaits=reason))).run())
         except CubrokerError as error:
-            _say(StatusLine(error=(error.code, error.message), silent=isinstance(error, Silent)))
-            status = 0
-        finally:
-            if status:
-                traceback.print_exc()
-            os._exit(status)  # without waiting for a thread that waits for a host, or for an engine that still writes
+            result = StatusLine(error=(error.code, error.message), silent=isinstance(error, Silent))
+        _say(result)
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        os._exit(status)  # without waiting for a thread that waits for a host, or for an engine that still writes
 
 
 if __name__ == "__main__":

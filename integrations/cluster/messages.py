@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -351,6 +351,15 @@ def length(head: bytes, limit: int) -> int:
             f"received a frame of {count} bytes; 1 to {limit} are accepted; the other side does not speak this protocol"
         )
     return int(count)
+
+
+def read(stream: BinaryIO, limit: int) -> bytes:
+    """Return the message of the next frame, of at most ``limit`` bytes; empty if the stream ends before it does."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return b""
+    body = stream.read(count := length(head, limit))
+    return body if len(body) == count else b""
 
 
 def request(body: bytes) -> Request:

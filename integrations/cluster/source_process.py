@@ -26,6 +26,7 @@ from cubroker.integrations.cluster.transfer_engine import (
     engine_command,
     load,
     open_engine,
+    own_output,
 )
 from cubroker.protocol.errors import CubrokerError, Invalid, Unavailable, reason
 
@@ -111,14 +112,14 @@ class SourceProcess:
 
 def main(directory: str) -> None:
     """Serve one peer over standard input and output, with a session of the broker in ``directory``."""
-    reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries print to standard output
+    reading, writing = sys.stdin.buffer, own_output()
     try:
         load()
         _say(writing, Going())
-        asked = _hear(reading)
-        if asked is None:
+        if not (body := messages.read(reading, messages.MAX_LOCAL)):
             return
+        asked = messages.local(body)
+        assert isinstance(asked, Serve), asked
         engine = open_engine(asked.engine)  # not before: an engine keeps a processor busy, and listens on the network
         pool, opened = _open(Path(directory), asked, engine)
     except CubrokerError as error:
@@ -129,15 +130,6 @@ def main(directory: str) -> None:
     while reading.read(1 << 10):  # no more requests arrive; at the end the exporter has ended, or wants this to end
         pass
     os._exit(0)  # the interpreter's own exit would unmap memory that a peer may still read
-
-
-def _hear(stream: BinaryIO) -> Serve | None:
-    head = stream.read(messages.LENGTH.size)
-    if not head:
-        return None
-    order = messages.local(stream.read(messages.length(head, messages.MAX_LOCAL)))
-    assert isinstance(order, Serve), order
-    return order
 
 
 def _say(stream: BinaryIO, message: Reply) -> None:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from cubroker.protocol.errors import Unavailable, Unsupported, needing
 
@@ -226,6 +226,13 @@ def load() -> Any:
                 if error.name not in PACKAGES:
                     raise
         return import_module(f"{last}._api")
+
+
+def own_output() -> BinaryIO:
+    """Keep standard output for our messages, and return it: libraries that print there print to standard error."""
+    stream = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return stream
 
 
 def engine_command(module: str, *arguments: str) -> list[str]:

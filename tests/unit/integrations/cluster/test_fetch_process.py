@@ -422,9 +422,7 @@ def test_a_source_with_other_bytes_is_not_read_even_if_it_is_ready_before_the_dr
     honest = hosts.host(version())
 
     def later(_: object, send: Callable[[bytes], None]) -> None:
-        eventually(
-            lambda: any(each.opened for each in [*hosts.fetching._sources._started]), "the other one to be first"
-        )
+        eventually(lambda: hosts.fetching._sources.reading, "the other one to be first")
         send(frame(OTHERS[other]()))
 
     hosts.host(later)
