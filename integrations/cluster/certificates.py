@@ -53,13 +53,7 @@ def make_authority(folder: Path, name: str = "cubroker cluster", days: int = AUT
         )
     key = ec.generate_private_key(CURVE)
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
-    certificate = (
-        _begun(name, None, key, days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
+    certificate = _begun(name, None, key, days).add_extension(usage, critical=True).sign(key, hashes.SHA256())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return _write(
         (folder / AUTHORITY_KEY, _key_text(key), 0o600), (folder / CA, certificate.public_bytes(Encoding.PEM), 0o644)
@@ -99,9 +93,7 @@ def issue(authority: Path, folder: Path, user: str, hosts: Sequence[str] = (), d
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
     builder = (
         _begun(user, issuer, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False)
     )
     if hosts:
@@ -220,15 +212,15 @@ def describe(certificate: Path) -> Named:
     """Return the content of a certificate, given its file or the folder that has it; raises as :func:`revoke` does."""
     found = read(certificate)
     users = [str(each.value) for each in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    try:
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = []
-    try:
-        authority = bool(found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
-    except x509.ExtensionNotFound:
-        authority = False
-    return Named(", ".join(users), tuple(str(each.value) for each in names), found.not_valid_after_utc, authority)
+    extensions = {type(each.value): each.value for each in found.extensions}
+    names = extensions.get(x509.SubjectAlternativeName, ())
+    basic = extensions.get(x509.BasicConstraints)
+    return Named(
+        user=", ".join(users),
+        hosts=tuple(str(each.value) for each in names),
+        until=found.not_valid_after_utc,
+        authority=basic is not None and basic.ca,
+    )
 
 
 def read(certificate: Path) -> Any:
@@ -277,6 +269,8 @@ def _begun(subject: str, issuer: Any, key: Any, days: int) -> Any:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - EARLY)
         .not_valid_after(until)
+        .add_extension(x509.BasicConstraints(ca=not issuer, path_length=None if issuer else 0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 
 
