@@ -211,8 +211,9 @@ class AnnouncedDraft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there."""
-        return self.cut.total if self.runs is None else self.cut.nbytes(self.runs)
+        """Bytes that are there. Any thread may ask."""
+        runs = self.runs
+        return self.cut.total if runs is None else self.cut.nbytes(runs)
 
     def changed(self) -> None:
         """Wake all tasks that wait for a change."""
@@ -235,13 +236,9 @@ class Announcements:
         self._expected: dict[tuple[str, int], int] = {}
         #: The drafts that are being filled, by name and number.
         self.drafts: dict[tuple[str, int], AnnouncedDraft] = {}
-        self._connections: list[int] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: The user of each connection, by the task that serves it.
+        self._connections: dict[asyncio.Task[None], int] = {}
         self._ending = False
-
-    def find(self, name: str, version: int) -> AnnouncedDraft | None:
-        """Return a draft that is being filled; None if it was not announced."""
-        return self.drafts.get((name, version))
 
     @asynccontextmanager
     async def listening(self, directory: Path) -> AsyncIterator[None]:
@@ -260,18 +257,18 @@ class Announcements:
         finally:
             self._ending = True
             server.close()
-            for task in [*self._tasks]:
+            for task in self._connections:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
         account = account_of(writer.get_extra_info("socket"))
-        self._connections.append(account.uid)
+        self._connections[task] = account.uid
+        users = [*self._connections.values()]
         try:
-            if len(self._connections) <= CONNECTIONS and self._connections.count(account.uid) <= OF_A_USER:
+            if len(users) <= CONNECTIONS and users.count(account.uid) <= OF_A_USER:
                 await self._listen(account, reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the connection has ended, and is closed below
@@ -283,8 +280,7 @@ class Announcements:
         except asyncio.CancelledError:  # the exporter ends
             pass
         finally:
-            self._tasks.discard(task)
-            self._connections.remove(account.uid)
+            del self._connections[task]
             writer.close()
 
     async def _listen(self, account: Account, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -102,8 +102,6 @@ CONNECTIONS = 256
 READERS = 8
 """The most peers that read at the same time by default: each needs a process, and on GPUs a context, about 0.5 GiB."""
 
-DRAFT = "draft"
-
 GONE = "the fetch that offered it has ended without publishing it"
 
 
@@ -258,7 +256,7 @@ class Exporter:
             self._broker = await asyncio.to_thread(self._connect, self._directory)
             undo.push_async_callback(asyncio.to_thread, self._broker.close)
             undo.push_async_callback(self._end)
-            self._prepare()
+            self._spare = asyncio.create_task(self._start())
             try:
                 server = await asyncio.start_server(self._accept, host, port, limit=2 * messages.MAX_REQUEST)
             except OSError as error:
@@ -410,7 +408,7 @@ class Exporter:
     async def _answer(self, peer: _Peer, request: Request) -> Reply | None:
         match request:
             case List():
-                return await self._list(peer)
+                return await asyncio.to_thread(self._offers, peer)
             case Open():
                 return await self._open(peer, request)
             case WatchPool(name):
@@ -424,24 +422,20 @@ class Exporter:
 
     # -- what there is -----------------------------------------------------------------------------
 
-    async def _list(self, peer: _Peer) -> Offers:
-        found = await asyncio.to_thread(self._offers, peer.account)
-        offers = []
-        for info, content in found:
-            offer = Offer(info.name, info.version, info.nbytes, info.tensors, info.state == "current", content)
-            if info.state in PUBLISHED:
-                offers.append(offer)
-            elif peer.version >= PARTS and (draft := self._announcements.find(info.name, info.version)):
-                offers.append(msgspec.structs.replace(offer, content=draft.content, there=draft.nbytes))
-        return Offers(tuple(offers), len(self._readers), self._rules.readers)
-
-    def _offers(self, account: Account) -> list[tuple[PoolInfo, bytes | None]]:
-        """Return the versions that a user may read, each with its id. It blocks: not for the event loop."""
+    def _offers(self, peer: _Peer) -> Offers:
+        """Return the versions that a peer may read. It blocks: not for the event loop."""
         pools = self._live().pools()
         numbers = {(each.name, each.version) for each in pools}
         for gone in [key for key in [*self._digests] if key not in numbers]:
             self._digests.pop(gone, None)
-        return [(each, self._content(each)) for each in pools if self._offered(account, each)]
+        offers = []
+        for info in pools:
+            draft = self._draft(info)
+            if self._offered(peer, info, draft):
+                content, there = (draft.content, draft.nbytes) if draft else (self._content(info), None)
+                current = info.state == "current"
+                offers.append(Offer(info.name, info.version, info.nbytes, info.tensors, current, content, there))
+        return Offers(tuple(offers), len(self._readers), self._rules.readers)
 
     def _content(self, pool: PoolInfo) -> bytes | None:
         """Return the id of a published version (:func:`messages.content`), if it has digests or was read before."""
@@ -457,13 +451,14 @@ class Exporter:
         content = messages.content(layout, digests.DEFINITION, found)
         self._digests[key] = KnownDigests(found, content)
 
-    def _offered(self, account: Account, pool: PoolInfo) -> bool:
-        draft = self._announcements.find(pool.name, pool.version)
-        coming = draft.mode if draft else None
-        return self._named(pool.name) and not pool.writable and can_read(account, pool, coming)
+    def _draft(self, pool: PoolInfo) -> AnnouncedDraft | None:
+        """Return a version that a fetch of this host still fills; None: it is published, or was not announced."""
+        return None if pool.state in PUBLISHED else self._announcements.drafts.get((pool.name, pool.version))
 
-    def _named(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._rules.pools)
+    def _offered(self, peer: _Peer, pool: PoolInfo, draft: AnnouncedDraft | None) -> bool:
+        there = pool.state in PUBLISHED or (draft is not None and peer.version >= PARTS)
+        named = any(fnmatchcase(pool.name, pattern) for pattern in self._rules.pools)
+        return there and named and not pool.writable and can_read(peer.account, pool, draft.mode if draft else None)
 
     def _live(self) -> Broker:
         """Return the broker, with a new session if the last one is lost. It blocks: not for the event loop."""
@@ -473,26 +468,25 @@ class Exporter:
             self._digests.clear()  # the next broker may have given its numbers to other versions
         return self._broker
 
-    async def _find(self, peer: _Peer, request: Open) -> PoolInfo:
-        """Return the requested version; raises ``NotFound`` also if the peer may not read it."""
+    async def _find(self, peer: _Peer, request: Open) -> tuple[PoolInfo, AnnouncedDraft | None]:
+        """Return the requested version, and its draft; raises ``NotFound`` also if the peer may not read it."""
         wanted = f"{request.name}@{request.version}" if request.version else f"current version of {request.name}"
         absent = NotFound(f"the exporting host has no {wanted} that its user {peer.account.name} may fetch")
         try:
             info, *_ = await asyncio.to_thread(lambda: self._live().describe(request.name, request.version or None))
         except (NotFound, Retired, Denied):
             raise absent from None
-        known = info.state in PUBLISHED or (peer.version >= PARTS and self._announcements.find(info.name, info.version))
-        if not known or not self._offered(peer.account, info):
+        draft = self._draft(info)
+        if not self._offered(peer, info, draft):
             raise absent
-        return info
+        return info, draft
 
     # -- what is read ------------------------------------------------------------------------------
 
     async def _open(self, peer: _Peer, request: Open) -> ExportedVersion:
         if peer.opened:
             raise Invalid("a connection opens one version; make another connection for another")
-        info = await self._find(peer, request)
-        draft = self._announcements.find(info.name, info.version) if info.state == DRAFT else None
+        info, draft = await self._find(peer, request)
         peer.slot = self._free_slot(peer)
         self._readers[peer.slot] = peer
         try:
@@ -604,9 +598,6 @@ class Exporter:
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        self._spare = asyncio.create_task(self._start())
-
     async def _start(self) -> SourceProcess:
         assert self._broker is not None
         return await SourceProcess.start(SOURCE, str(self._broker.directory))
@@ -615,7 +606,9 @@ class Exporter:
         """Return the process that was started in advance, or a new one if that has ended; and start the next spare."""
         spare = self._spare
         assert spare is not None
-        self._prepare()  # before anything is awaited, so that two peers never get the same process
+        self._spare = asyncio.create_task(
+            self._start()
+        )  # before anything is awaited, so that two peers never get the same process
         try:
             found = await spare
             if found.alive:
@@ -634,7 +627,7 @@ class Exporter:
         try:
             async for _ in _changes(await asyncio.to_thread(self._live), name):
                 try:
-                    version = (await self._find(peer, Open(name))).version
+                    version = (await self._find(peer, Open(name)))[0].version
                 except NotFound:
                     version = 0
                 now = time.monotonic()
