@@ -111,8 +111,6 @@ class DraftAnnouncement:
     """Announces a draft to the exporter of this host, on a thread of its own, until it is closed.
 
     Args:
-        broker: the broker that has the draft.
-        draft: the draft.
         sums: the digest that each allocation will have.
         have: returns the runs that are there, as bits; any thread may call it.
         mode: the mode that the pool gets with this version; None: the pool keeps its mode.
@@ -394,12 +392,9 @@ def _unfit(announced: Announce) -> Invalid:
 
 
 async def _next(reader: asyncio.StreamReader, limit: int, wait: float | None = None) -> messages.Local:
-    """Return the next message.
+    """Return the next message, of at most ``limit`` bytes.
 
-    Args:
-        reader: the connection's.
-        limit: the most bytes that the message may have.
-        wait: the most seconds until it begins; the rest of it has to arrive within ``LIMIT`` seconds more.
+    It has to begin within ``wait`` seconds, and the rest of it has to arrive within ``LIMIT`` seconds more.
 
     Raises:
         Invalid: the message has more bytes, or cannot be decoded.

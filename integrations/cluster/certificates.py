@@ -112,7 +112,7 @@ def revoke(authority: Path, certificate: Path) -> Path:
 
     Args:
         authority: the folder of :func:`make_authority`.
-        certificate: the file with the certificate, or its folder.
+        certificate: its file, or its folder.
 
     Raises:
         NotFound: there is no authority, or no certificate.

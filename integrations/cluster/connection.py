@@ -93,9 +93,7 @@ class PeerAddress(NamedTuple):
 def parse(text: str, *, least: int = 1) -> PeerAddress:
     """Return the address that ``HOST``, ``HOST:PORT`` or ``[ADDRESS]:PORT`` names; raises ``Invalid``.
 
-    Args:
-        text: what a user wrote.
-        least: the lowest port; 0 for an address to listen at, where port 0 means any free port.
+    The lowest port is ``least``: 0 for an address to listen at, where port 0 means any free port.
     """
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon or (":" in host and not host.startswith("[")):  # a bare IPv6 address
@@ -275,10 +273,7 @@ def find_account(name: str) -> Account:
 def can_read(reader: Account, pool: PoolInfo, coming: int | None = None) -> bool:
     """Whether a user may fetch a version: by the mode of its pool, as for a process of this host that attaches to it.
 
-    Args:
-        reader: the user.
-        pool: the version.
-        coming: the mode that the pool will have once the version is published, which has to allow it, too.
+    If the pool gets the mode ``coming`` once the version is published, that has to allow it, too.
     """
     if reader.uid in (0, pool.owner):
         return True
@@ -301,7 +296,6 @@ class PeerConnection:
     """A connection to an exporter. Not safe for threads.
 
     Args:
-        address: the exporter's.
         certificates: the folder with this side's certificates.
         own: the id of this side's broker (:func:`host_id`); empty: not checked.
 
@@ -378,12 +372,7 @@ class PeerConnection:
         self._socket.close()
 
     def ask(self, request: Request, kind: type[M], limit: float = CONNECT) -> M:
-        """Send a request and return its answer.
-
-        Args:
-            request: the request.
-            kind: the type of the answer.
-            limit: seconds that the answer may take.
+        """Send a request and return its answer, which may take ``limit`` seconds.
 
         Raises:
             CubrokerError: the exporter refused.

@@ -193,8 +193,6 @@ class Exporter:
     Args:
         directory: that of the broker; None: where clients find it.
         certificates: the folder with this host's certificate.
-        rules: what is offered, and to how many.
-        meter: receives reports, for metrics.
         connect: opens the session, in a thread of its own.
 
     Raises:

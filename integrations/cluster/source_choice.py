@@ -87,10 +87,7 @@ class Host:
     def pick(self, name: str, offers: Sequence[Offer], content: bytes | None) -> Offer | None:
         """Return the version to open of those that it offers; None: it has none that is wanted.
 
-        Args:
-            name: the pool.
-            offers: the host's.
-            content: of the wanted version; None: wanted is the current version, or else the newest that it has in part.
+        If ``content`` is None, the current version is wanted, or else the newest that it has in part.
         """
         known = [
             offer
@@ -150,8 +147,7 @@ class SourceChoice:
     def ask(self, *, again: bool = True) -> None:
         """Ask hosts that may be asked now, as many as are wanted; those that have waited longest come first.
 
-        Args:
-            again: whether to ask those that were asked before.
+        Hosts that have failed are asked only ``again``.
         """
         now = time.monotonic()
         due = [host for host in self._askable() if host.due <= now and (again or not host.error)]

@@ -101,11 +101,7 @@ def cut(sizes: Sequence[int], replicas: Sequence[int], limit: int | None = None)
 
 
 class Runs:
-    """The runs of bytes that :func:`cut` makes of a version, for one replica.
-
-    Args:
-        sizes: bytes of each allocation.
-    """
+    """The runs of bytes that :func:`cut` makes of allocations of these sizes, for one replica."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.total = sum(sizes)
