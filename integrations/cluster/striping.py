@@ -22,6 +22,7 @@ again from a single source that has the whole version, so that the origin of its
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from random import Random
@@ -186,9 +187,8 @@ class Striping(Generic[Source]):
         #: For each allocation with such pieces: the pieces, and the one source that delivers them, once it has begun.
         self._wrong: dict[tuple[int, int], int] = {}
         self._sole: dict[tuple[int, int], Source] = {}
-        self._left: dict[tuple[int, int], int] = {}
-        for piece in self._pieces:
-            self._left[piece[:2]] = self._left.get(piece[:2], 0) + 1
+        #: How many pieces of each allocation are not there.
+        self._left = Counter(piece[:2] for piece in self._pieces)
         self.total = sum(piece.nbytes for piece in self._pieces)
         #: Bytes that are there; and the pieces, as bits, that came from sources with a part.
         self.nbytes = 0
@@ -283,10 +283,7 @@ class Striping(Generic[Source]):
         mine = self._sources[source]
         if not mine.whole:
             return mine.have & ~self._strict
-        others = 0
-        for key, sole in self._sole.items():
-            others |= self._wrong[key] if sole != source else 0
-        return mine.have & ~others
+        return mine.have & ~sum(self._wrong[key] for key, sole in self._sole.items() if sole != source)
 
     def _next(self, mine: _Source, wanted: int) -> VersionPiece:
         """Take one of the wanted pieces: if possible one that no other source has, and of these one of its share."""
