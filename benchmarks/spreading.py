@@ -186,7 +186,7 @@ def striped(cluster: Cluster, policy: Policy, seed: int) -> list[Fetcher]:
         room.fetchers[fetcher.host] = fetcher
         cluster.network.at(0.0, fetcher.look)
     for host, when in cluster.deaths.items():
-        cluster.network.at(when + exporter.SILENCE, room.fetchers[host].cut_off)
+        cluster.network.at(when + exporter.Rules().silence, room.fetchers[host].cut_off)
     return fetchers
 
 

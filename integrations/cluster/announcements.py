@@ -166,14 +166,11 @@ class DraftAnnouncement:
                     return
                 if (have := self._have()) != said:
                     said = have
-                    self._say(connection, Available(messages.to_runs(have)))
+                    connection.sendall(messages.frame(Available(messages.to_runs(have))))
 
     def _ask(self, connection: socket.socket, message: messages.Local) -> None:
-        self._say(connection, message)
-        messages.expect(_reply(connection), Going)
-
-    def _say(self, connection: socket.socket, message: messages.Local) -> None:
         connection.sendall(messages.frame(message))
+        messages.expect(_reply(connection), Going)
 
 
 def _reply(connection: socket.socket) -> messages.Reply:

@@ -77,16 +77,6 @@ SOURCE = "cubroker.integrations.cluster.source_process"
 GREETING = 10.0
 """Seconds that a peer has for the handshake, and then for each message until it has opened a version."""
 
-SILENCE = 30.0
-"""Seconds after which a peer that has opened a version and says nothing is cut off."""
-
-STALL = 120.0
-"""Seconds after which a peer that reports no progress is cut off."""
-
-RATE = 1 << 20
-"""Bytes a second that a peer has to read on average, after twice ``STALL`` seconds. A peer's reports cannot be checked;
-so a lease lasts at most as long as reading at this rate takes, and the ``STALL`` after it."""
-
 HANG_UP = 2.0
 """Seconds that a peer has to end a connection that is over."""
 
@@ -122,9 +112,13 @@ class Rules:
     pools: Sequence[str] = ("*",)
     readers: int = READERS
     connections: int = CONNECTIONS
-    silence: float = SILENCE
-    stall: float = STALL
-    rate: float = RATE
+    #: Seconds after which a peer that has opened a version and says nothing is cut off.
+    silence: float = 30.0
+    #: Seconds after which a peer that reports no progress is cut off.
+    stall: float = 120.0
+    #: Bytes a second that a peer has to read on average, after twice ``stall`` seconds. A peer's reports cannot be
+    #: checked; so a lease lasts at most as long as reading at this rate takes, and the ``stall`` after it.
+    rate: float = 1 << 20
 
 
 class Meter:
