@@ -29,7 +29,7 @@ STARTED = perf_counter()
 WRAPPED = {
     "cubroker.cli.main": {"main": "command"},
     "cubroker.client.session": {"Reconnecting.__init__": "connect"},
-    "cubroker.driver.driver": {"Driver.__init__": "driver", "Context.__init__": "context"},
+    "cubroker.driver.driver": {"Driver.__init__": "driver"},
     "cubroker.client.loading.checkpoint": {"Checkpoint.open": "open files", "CheckpointFile.read_into": "read"},
     "cubroker.protocol.layout": {"Layout.pack": "lay out", "Layout.encode": "encode"},
     "cubroker.client.broker": {"Broker.create": "create", "Broker.close": "close"},
@@ -44,7 +44,7 @@ WRAPPED = {
         "_Slot.wait": "await copy",
     },
     "cubroker.client.loading.threads": {"AioReads.start": "begin read", "AioRead.wait": "read"},
-    "cubroker.driver.context": {"Stream.close": "finish"},
+    "cubroker.driver.context": {"PrimaryContext.__init__": "context", "Stream.close": "finish"},
     "cubroker.client.draft": {"Draft.seal": "seal"},
     "cubroker.client.digests": {"sealing": "digest"},
     "cubroker.server.devices.allocator": {

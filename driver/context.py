@@ -17,10 +17,11 @@ import ctypes
 import logging
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -37,6 +38,8 @@ POPULATING = 8
 """Threads that bring the pages of :class:`PinnedHuge` into memory: on a host with an H200 one zeroes 4 to 7 GB/s."""
 
 KERNEL_FOLDER = Path(__file__).parent  #: Where the PTX files are.
+
+R = TypeVar("R", bound="ContextResource")
 
 _thread = threading.local()
 """``context``: the one that the innermost :meth:`PrimaryContext.current` block of this thread made current."""
@@ -92,7 +95,7 @@ class PrimaryContext:
         #: The driver's handle of the context.
         self.handle = calls.cuDevicePrimaryCtxRetain(self._cudevice)
         self._relaxed = calls.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._copies: dict[None, Stream] = {}
+        self._kept: dict[object, Any] = {}  # by what makes them
 
     def current(self) -> AbstractContextManager[None]:
         """Make the context current on this thread for a block, and restore the thread's own context afterwards.
@@ -123,10 +126,16 @@ class PrimaryContext:
 
     def release(self) -> None:
         """Release the context. If no other code of the process retains it, everything in it is destroyed."""
-        if copies := self._copies.pop(None, None):
+        while self._kept:
+            _, made = self._kept.popitem()
             with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
-                copies.close()
+                made.close()
         self.calls.cuDevicePrimaryCtxRelease(self._cudevice)
+
+    def kept(self, make: Callable[[PrimaryContext], R]) -> R:
+        """Return what ``make`` makes in this context, once; it is closed with the context."""
+        made: R = keep_first(self._kept, make, lambda: make(self), lambda made: made.close())
+        return made
 
     def synchronize(self) -> None:
         """Return when all work submitted in the context is done, in all streams.
@@ -189,7 +198,7 @@ class PrimaryContext:
 
     def copies(self) -> Stream:
         """Return the context's own stream, in which its copies are made; it is closed with the context."""
-        return keep_first(self._copies, None, lambda: Stream(self, after_default=True), Stream.close)
+        return self.kept(_CopyStream)
 
     # -- what the caller closes --------------------------------------------------------------------
 
@@ -420,6 +429,9 @@ class Stream(ContextResource):
                 self._calls.cuStreamDestroy(self._stream)
 
 
+_CopyStream = partial(Stream, after_default=True)
+
+
 class Pinned(ContextResource):
     """Host memory that a GPU copies from at full speed; see :meth:`PrimaryContext.pin`."""
 
@@ -492,19 +504,18 @@ def _populate(pages: HugePages) -> None:
 class Kernel(ContextResource):
     """One entry of a PTX file of this package, which the driver compiles for the device when it is loaded.
 
-    The caller closes it before the context is released.
-
-    Args:
-        context: where it is loaded.
-        file: the name of the file.
-        entry: the name of the entry. Its arguments are integers of 64 bits, or arrays of them.
+    It is closed before the context is released.
 
     Raises:
         DriverError: the driver cannot compile it for this device.
     """
 
-    def __init__(self, context: PrimaryContext, file: str, entry: bytes) -> None:
+    #: The file, and the name of the entry, whose arguments are integers of 64 bits, or arrays of them.
+    SOURCE: ClassVar[tuple[str, bytes]]
+
+    def __init__(self, context: PrimaryContext) -> None:
         super().__init__(context)
+        file, entry = self.SOURCE
         text = (KERNEL_FOLDER / file).read_bytes() + b"\0"
         with context.current():
             self._module = self._calls.cuModuleLoadData(text)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from cubroker.driver import device_names, system_calls, vmm
@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # what a reader of a pool does not need is imported where it 
     from cubroker.driver.peer_access import Peers
 
 MAX_HOST_DEVICES = 64
-
-K = TypeVar("K")
 
 _HOST = r"(?a:host:(?P<count>\d{1,4})(@(?P<size>\d{1,18})(?P<unit>|KiB|MiB|GiB|TiB))?(/(?P<island>\d{1,4}))?)"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -210,23 +208,6 @@ class _Listed:
 class Context(PrimaryContext):
     """A device's primary context, and memory in it; see :class:`PrimaryContext` for what applies to every method."""
 
-    def __init__(self, calls: Calls, device: Device, *, host: bool) -> None:
-        super().__init__(calls, device, host=host)
-        self._kernels: dict[object, Any] = {}  # by class
-
-    def release(self) -> None:
-        """Release the context. If no other code of the process retains it, everything in it is destroyed."""
-        while self._kernels:
-            _, kernel = self._kernels.popitem()
-            with suppress(DriverError):  # a context that a failed kernel has ruined refuses everything
-                kernel.close()
-        super().release()
-
-    def _kernel(self, kind: Callable[[PrimaryContext], K]) -> K:
-        """Return the context's kernel of a class, loaded on first use; raises ``DriverError``."""
-        kernel: K = keep_first(self._kernels, kind, lambda: kind(self), lambda made: made.close())
-        return kernel
-
     # -- memory that this process owns -------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
@@ -267,7 +248,7 @@ class Context(PrimaryContext):
         """
         from cubroker.driver.kernels import Digester
 
-        return self._kernel(Digester).digests(ranges)
+        return self.kept(Digester).digests(ranges)
 
     def differing(self, segments: Sequence[Segment]) -> list[bool]:
         """Return for each segment whether the memory at its two addresses, which this device reads, differs.
@@ -281,7 +262,7 @@ class Context(PrimaryContext):
         """
         from cubroker.driver.kernels import BatchedCompare
 
-        return self._kernel(BatchedCompare).differing(segments)
+        return self.kept(BatchedCompare).differing(segments)
 
     def copy_batch(self, stream: Stream, segments: Sequence[Segment], base: int = 0) -> None:
         """Start copies of memory that this device reads and writes, in a stream of this context.
@@ -299,9 +280,11 @@ class Context(PrimaryContext):
             if len(segments) > 1:
                 from cubroker.driver.kernels import BatchedCopy
 
-                with suppress(DriverError):  # no compiler, or no memory, for the kernel
-                    self._kernel(BatchedCopy)
-                if batched := self._kernels.get(BatchedCopy):
+                try:
+                    batched = self.kept(BatchedCopy)
+                except DriverError:
+                    pass  # no compiler, or no memory, for the kernel
+                else:
                     batched.start(stream, segments, base)
                     return
             for target, source, nbytes in segments:

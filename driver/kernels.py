@@ -43,8 +43,7 @@ _Table = ctypes.c_uint64 * (3 * ENTRIES)
 class BatchedCopy(Kernel):
     """Copies segments for one context; closed with it. See :meth:`Context.copy_batch`."""
 
-    def __init__(self, context: PrimaryContext) -> None:
-        super().__init__(context, "batched_copy.ptx", b"cubroker_batched_copy")
+    SOURCE = "batched_copy.ptx", b"cubroker_batched_copy"
 
     def start(self, stream: Stream, segments: Iterable[Segment], base: int) -> None:
         """Start the copies in a stream of the context; targets are offsets from ``base``."""
@@ -56,8 +55,10 @@ class BatchedCopy(Kernel):
 class BatchedCompare(Kernel):
     """Compares segments for one context; closed with it. See :meth:`Context.differing`."""
 
+    SOURCE = "batched_compare.ptx", b"cubroker_batched_compare"
+
     def __init__(self, context: PrimaryContext) -> None:
-        super().__init__(context, "batched_compare.ptx", b"cubroker_batched_compare")
+        super().__init__(context)
         #: Pinned memory for flags, which takes longer to allocate than hundreds of tensors to compare.
         self._spare: deque[Pinned] = deque()
 
@@ -185,8 +186,7 @@ class Digester(Kernel):
     The sums come back through pinned host memory: a full device has no memory to give.
     """
 
-    def __init__(self, context: PrimaryContext) -> None:
-        super().__init__(context, "digest.ptx", b"cubroker_digest")
+    SOURCE = "digest.ptx", b"cubroker_digest"
 
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the digest of each range of bytes; all launches run at once."""

@@ -36,7 +36,6 @@ REFUSALS = {
 """Explanations of refused multicast calls, by name of the result."""
 
 PIECE = 16  #: Bytes of one store of the kernel, and the unit of what is broadcast.
-KERNEL = "multimem.ptx", b"cubroker_broadcast"  #: The kernel's file and entry, for sm_90 and later.
 
 _THREADS = 512
 _BLOCKS = 64
@@ -115,6 +114,12 @@ class Multicast:
         self.release()
 
 
+class Broadcast(Kernel):
+    """The kernel that stores to every device's memory, for sm_90 and later."""
+
+    SOURCE = "multimem.ptx", b"cubroker_broadcast"
+
+
 class Window(vmm.Reservation):
     """A multicast object, mapped whole; see :meth:`Context.window`. Ordinary loads and stores must not touch it."""
 
@@ -191,7 +196,7 @@ class Window(vmm.Reservation):
 
     def _loaded(self) -> Kernel:
         """Return the kernel, which is loaded on first use."""
-        return keep_first(self._kernels, None, lambda: Kernel(self._context, *KERNEL), Kernel.close)
+        return keep_first(self._kernels, None, lambda: Broadcast(self._context), Broadcast.close)
 
 
 def obstacle(calls: Calls, device: int) -> str | None:

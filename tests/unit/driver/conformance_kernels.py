@@ -13,7 +13,7 @@ import pytest
 
 from cubroker.driver import Context, Driver, DriverError
 from cubroker.driver.context import Kernel
-from cubroker.driver.kernels import CHUNK, ENTRIES, FLAGS, PIECE, digest
+from cubroker.driver.kernels import CHUNK, ENTRIES, FLAGS, PIECE, BatchedCopy, Digester, digest
 from tests.sampling import daily
 from tests.unit.driver.conformance import BLOCK, refused
 
@@ -89,7 +89,7 @@ def test_segments_without_a_kernel_are_copied_by_the_driver(
         raise DriverError("cuModuleLoadData", 221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND")
 
     monkeypatch.setattr(Kernel, "__init__", missing)
-    monkeypatch.setattr(context, "_kernels", {})
+    monkeypatch.delitem(context._kept, BatchedCopy, raising=False)
     check(context, ends, in_a_row([1, 100, CHUNK], 32, 64, gap=16))
 
 
@@ -192,6 +192,9 @@ def test_a_device_without_room_digests_what_it_has(driver: Driver, context: Cont
 
 
 def test_a_kernel_is_loaded_into_a_context_and_unloaded(context: Context) -> None:
-    Kernel(context, "digest.ptx", b"cubroker_digest").close()
+    class Missing(Kernel):
+        SOURCE = "digest.ptx", b"no_such_entry"
+
+    Digester(context).close()
     with refused("CUDA_ERROR_NOT_FOUND"):
-        Kernel(context, "digest.ptx", b"no_such_entry")
+        Missing(context)

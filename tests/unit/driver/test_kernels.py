@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from cubroker.driver import Driver, DriverError
-from cubroker.driver.context import Kernel
-from cubroker.driver.kernels import ALGORITHM, PIECE, add, digest, finish, sums
+from cubroker.driver.kernels import ALGORITHM, PIECE, Digester, add, digest, finish, sums
 from cubroker.protocol.fields import DIGEST_BYTES
 
 WORDS = 1 << 64
@@ -140,7 +139,7 @@ def test_every_byte_of_it_depends_on_every_bit() -> None:
 def test_a_kernel_that_would_touch_other_memory_fails_as_on_a_gpu(driver: Driver, wrong: str, status: str) -> None:
     context = driver.context(0)
     memory = context.allocate(BLOCK)
-    kernel = Kernel(context, "digest.ptx", b"cubroker_digest")
+    kernel = Digester(context)
     with context.pin(PIECE) as pinned:
         source, blocks, sums = {
             "source beside a piece": (memory + 8, 1, pinned.pointer),

@@ -19,7 +19,7 @@ from cubroker.driver.context import KERNEL_FOLDER as HERE
 from cubroker.driver.host.bindings import HostModule
 from cubroker.driver.host.shared_memory import BLOCK
 from cubroker.driver.host.virtual_memory import PhysicalMemory
-from cubroker.driver.multicast import KERNEL, granularity, obstacle, unavailable
+from cubroker.driver.multicast import Broadcast, granularity, obstacle, unavailable
 from cubroker.driver.vmm import Reservation
 from tests.brokers import PATIENCE
 from tests.faults import FaultyModule, Plan
@@ -321,7 +321,7 @@ def test_a_window_on_hardware_stores_nothing_after_a_no(
 
 def test_the_kernel_stores_floats_and_reads_nothing_through_its_target() -> None:
     """``multimem.st`` takes vectors of floats alone; ordinary stores, and all loads from there, are undefined."""
-    code = [line.strip() for line in (HERE / KERNEL[0]).read_text().splitlines() if not line.startswith("//")]
+    code = [line.strip() for line in (HERE / Broadcast.SOURCE[0]).read_text().splitlines() if not line.startswith("//")]
     touching = [line for line in code if line.startswith(("ld.global", "st.", "multimem", "red.", "atom."))]
     assert touching == [
         "ld.global.v4.f32 {%a, %b, %c, %d}, [%source];",
