@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from cuda.bindings import driver as cuda
@@ -24,14 +23,6 @@ from cubroker.driver.host.multicast import MulticastFunctions
 _ENTRY = re.compile(rb"\.visible \.entry (\w+)\(")
 _PIECE = 16
 _WORD = (1 << 64) - 1
-
-_SIZES = {
-    b"cubroker_broadcast": (1, 1, 1),
-    b"cubroker_digest": (1, 1, 1),
-    b"cubroker_batched_copy": (1, 3 * kernels.ENTRIES),
-    b"cubroker_batched_compare": (1, 1, 3 * kernels.ENTRIES),
-}
-"""The sizes of the arguments of each known entry, in words of 64 bits."""
 
 
 class HostModule(MulticastFunctions):
@@ -89,15 +80,10 @@ class HostModule(MulticastFunctions):
         check(entry, Result.CUDA_ERROR_INVALID_HANDLE)
         sizes = gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ
         check(min(sizes) >= 1 and not sharedMemBytes and not extra)
-        known: dict[bytes, Callable[..., None]] = {
-            b"cubroker_broadcast": self._broadcast,
-            b"cubroker_digest": partial(self._digest, gridDimX),
-            b"cubroker_batched_copy": partial(self._batched_copy, gridDimX, blockDimX),
-            b"cubroker_batched_compare": partial(self._batched_compare, gridDimX, blockDimX),
-        }
-        check(entry in known, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(entry in _ENTRIES, Result.CUDA_ERROR_NOT_SUPPORTED)
         if not self.records(hStream):
-            known[entry](*_arguments(kernelParams, _SIZES[entry]))
+            work, words = _ENTRIES[entry]
+            work(self, gridDimX, blockDimX, *_arguments(kernelParams, words))
 
     def _of_module(self, module: Any) -> list[int]:
         """Return the numbers of the functions of a module; refuse an unknown one."""
@@ -106,7 +92,7 @@ class HostModule(MulticastFunctions):
         check(found, Result.CUDA_ERROR_INVALID_HANDLE)
         return found
 
-    def _broadcast(self, target: int, source: int, pieces: int) -> None:
+    def _broadcast(self, _: int, __: int, target: int, source: int, pieces: int) -> None:
         check(not (target | source) % _PIECE, Result.CUDA_ERROR_MISALIGNED_ADDRESS)
         nbytes = pieces * _PIECE
         try:
@@ -115,7 +101,7 @@ class HostModule(MulticastFunctions):
             stored = False
         check(stored, Result.CUDA_ERROR_ILLEGAL_ADDRESS)  # a GPU's context would be lost
 
-    def _digest(self, blocks: int, source: int, pieces: int, sums: int) -> None:
+    def _digest(self, blocks: int, _: int, source: int, pieces: int, sums: int) -> None:
         """Store the sums of a digest as those of the first block, and zeros for the others."""
         check(not (source | sums) % _PIECE, Result.CUDA_ERROR_MISALIGNED_ADDRESS)
         with _faulting():
@@ -193,6 +179,14 @@ def _arguments(given: Any, sizes: tuple[int, ...]) -> list[int]:
         for word in (ctypes.c_uint64 * size).from_address(at or 0)
     ]
 
+
+_ENTRIES: Mapping[bytes, tuple[Callable[..., None], tuple[int, ...]]] = {
+    b"cubroker_broadcast": (HostModule._broadcast, (1, 1, 1)),
+    b"cubroker_digest": (HostModule._digest, (1, 1, 1)),
+    b"cubroker_batched_copy": (HostModule._batched_copy, (1, 3 * kernels.ENTRIES)),
+    b"cubroker_batched_compare": (HostModule._batched_compare, (1, 1, 3 * kernels.ENTRIES)),
+}
+"""What each known entry does, with its blocks, threads and arguments; and the sizes of these in words of 64 bits."""
 
 _modules: dict[tuple[int, int, int], HostModule] = {}
 
