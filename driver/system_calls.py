@@ -28,15 +28,17 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 HUGE_PAGE = 2 << 20
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MADV_POPULATE_WRITE = 23
-_FAILED = ctypes.c_void_p(-1).value
+FAILED = ctypes.c_void_p(-1).value  #: What ``mmap`` and ``mremap`` return at an error.
 _ALL = 2**31 - 1
 
-_libc = ctypes.CDLL(None, use_errno=True)  # the C library that runs, which may be newer than Python's
-_libc.syscall.restype = ctypes.c_long
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc = ctypes.CDLL(None, use_errno=True)  #: The C library that runs, which may be newer than Python's.
+libc.syscall.restype = ctypes.c_long
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.restype = ctypes.c_void_p
+libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+libc.mremap.restype = ctypes.c_void_p
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.madvise.argtypes = libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class FileId(NamedTuple):
@@ -56,7 +58,7 @@ def memfd_create(name: str, flags: int) -> int:
     """Return the descriptor of a new file in memory; raises ``OSError``."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
-    return _checked(_libc.memfd_create(os.fsencode(name), flags))
+    return _checked(libc.memfd_create(os.fsencode(name), flags))
 
 
 def pidfd_open(pid: int) -> int:
@@ -109,8 +111,8 @@ class HugePages:
         self.nbytes = nbytes
         self._whole = nbytes + HUGE_PAGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        start: int | None = _libc.mmap(None, self._whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        if start is None or start == _FAILED:
+        start: int | None = libc.mmap(None, self._whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if start is None or start == FAILED:
             raise _last_error()
         self._starts = [start]  # until it is unmapped
         self._open = True
@@ -118,12 +120,12 @@ class HugePages:
         self._writing: set[object] = set()
         #: Its address, a multiple of a huge page's size.
         self.pointer = start + -start % HUGE_PAGE
-        if _libc.madvise(start, self._whole, mmap.MADV_DONTFORK):
+        if libc.madvise(start, self._whole, mmap.MADV_DONTFORK):
             error = _last_error()
             self.close()
             raise error
         #: Whether the system has huge pages; a kernel that is built without them refuses.
-        self._huge = not _libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE) and _has_huge_pages()
+        self._huge = not libc.madvise(start, self._whole, mmap.MADV_HUGEPAGE) and _has_huge_pages()
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Bring the pages of a part into memory, zeroed; several threads may do so at the same time.
@@ -140,7 +142,7 @@ class HugePages:
                 if self._huge:
                     ctypes.memset(self.pointer + offset, 0, nbytes)
                 else:
-                    _libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
+                    libc.madvise(self.pointer + offset, nbytes, _MADV_POPULATE_WRITE)
         finally:
             self._writing.discard(token)
             if not self._open:
@@ -151,7 +153,7 @@ class HugePages:
         self._open = False
         if not self._writing:
             with suppress(IndexError):
-                _libc.munmap(self._starts.pop(), self._whole)
+                libc.munmap(self._starts.pop(), self._whole)
 
 
 def _has_huge_pages() -> bool:
@@ -162,7 +164,7 @@ def _has_huge_pages() -> bool:
 
 
 def _syscall(*numbers: int) -> int:
-    return int(_libc.syscall(*map(ctypes.c_long, numbers)))
+    return int(libc.syscall(*map(ctypes.c_long, numbers)))
 
 
 def _checked(result: int) -> int:

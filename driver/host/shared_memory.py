@@ -47,16 +47,8 @@ _EMPTY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _NO_ACCESS = 0
 _ALL_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
-_FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc = system_calls.libc
 
 _fork_lock = threading.RLock()
 _open: set[int | socket.socket] = set()
@@ -178,7 +170,7 @@ def map_again(pointer: int, nbytes: int, at: int | None = None) -> int:
     """
     flags = _MREMAP_MAYMOVE if at is None else _MREMAP_MAYMOVE | _MREMAP_FIXED
     again: int | None = _libc.mremap(pointer, 0, nbytes, flags, at)
-    if again is None or again == _FAILED:
+    if again is None or again == system_calls.FAILED:
         raise _error("mremap")
     try:
         protect(again, nbytes, _NO_ACCESS)
@@ -219,7 +211,7 @@ def fill(pointer: int, value: int, nbytes: int) -> None:
 
 def _map(fd: int, nbytes: int, access: int, flags: int, at: int | None = None) -> int:
     pointer: int | None = _libc.mmap(at, nbytes, access, flags, fd, 0)
-    if pointer is None or pointer == _FAILED:
+    if pointer is None or pointer == system_calls.FAILED:
         raise _error("mmap")
     return pointer
 
