@@ -446,32 +446,22 @@ def end_if_unused(tables: Tables, version: Version) -> bool:
     return True
 
 
-def end_unused(tables: Tables, pool: Pool) -> None:
+def end_unused(tables: Tables, pool: Pool) -> bool:
     """Do as :func:`end_if_unused` with all versions of a pool; costs time in proportion to their number."""
     stay = kept(tables, pool)
-    for version in tuple(pool.versions.values()):
-        if not version.holders and version.state in OUT_OF_SERVICE and version not in stay:
-            end_version(tables, version, VersionEvent.UNUSED)
-
-
-def end_surplus(tables: Tables, pool: Pool) -> bool:
-    """End superseded versions without a lease that the policy does not keep; returns whether there were any."""
-    old = _superseded(pool)
-    surplus = [version for version in old[: max(0, len(old) - tables.policy.keep)] if not version.holders]
-    for version in surplus:
+    unused = [each for each in pool.versions.values() if not each.holders and each.state in OUT_OF_SERVICE]
+    ended = [version for version in unused if version not in stay]
+    for version in ended:
         end_version(tables, version, VersionEvent.UNUSED)
-    return bool(surplus)
+    return bool(ended)
 
 
 def kept(tables: Tables, pool: Pool) -> set[Version]:
     """Return the newest superseded versions of a pool, which the policy keeps; costs time in proportion to all."""
-    keep = tables.policy.keep
-    return set(_superseded(pool)[-keep:]) if keep else set()
-
-
-def _superseded(pool: Pool) -> list[Version]:
-    """Return the superseded versions of a pool, oldest first."""
-    return [version for version in pool.versions.values() if version.state is VersionState.SUPERSEDED]
+    if not (keep := tables.policy.keep):
+        return set()
+    old = [version for version in pool.versions.values() if version.state is VersionState.SUPERSEDED]
+    return set(old[-keep:])
 
 
 def end_version(tables: Tables, version: Version, event: VersionEvent) -> None:

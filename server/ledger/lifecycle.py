@@ -24,7 +24,7 @@ from dataclasses import replace
 from cubroker.protocol.errors import Denied, OverQuota, Unavailable
 from cubroker.protocol.messages import ENDING, Done, Drain, Draining, PoolLost
 from cubroker.server.ledger import error_text, events, ipc_events, leases, memory, publish
-from cubroker.server.ledger.leases import announce, end_if_unused, end_surplus, end_unused
+from cubroker.server.ledger.leases import announce, end_if_unused, end_unused
 from cubroker.server.ledger.policy import admin_reserve, exceeds
 from cubroker.server.ledger.records import (
     SESSION_FDS,
@@ -245,7 +245,7 @@ def reconfigure(tables: Tables, event: events.Reconfigured) -> None:
         _unpark_all(tables, user)
         _refuse_unaffordable(tables, user)
     for pool in tables.pools.values():
-        if end_surplus(tables, pool):
+        if end_unused(tables, pool):
             announce(tables, pool)
 
 
