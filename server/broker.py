@@ -76,10 +76,10 @@ class Broker:
         multicast: MulticastBinder,
         driver: Driver,
         gateway: GatewayProcess,
-        observer: LedgerObserver | None = None,
+        observer: LedgerObserver,
+        checks: MappedChecks,
         store: Store | None = None,
         session_log: SessionLog | None = None,
-        checks: MappedChecks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue = queue
@@ -88,10 +88,10 @@ class Broker:
         self._multicast = multicast
         self._driver = driver
         self._gateway = gateway
-        self._observer = observer or LedgerObserver(ledger)
+        self._observer = observer
+        self._checks = checks
         self._store = store
         self._log = session_log
-        self._checks = checks
         self._unwritten: list[tuple[bytes, bytes | None]] = []  # what the journal had no room for
         self._retry: asyncio.TimerHandle | None = None
         self._requests = IncomingRequests(queue, self._loop, session_log)
@@ -193,8 +193,7 @@ class Broker:
                     self._observer.counter.turned_away(opened.code)
                 else:
                     told = opened
-                    if self._checks:
-                        self._checks.joined(event.peer.uid)
+                    self._checks.joined(event.peer.uid)
             case GatewayStarted():
                 self._observer.counter.gateway_changed()
                 self.sessions.notify_all(GatewayChanged())
@@ -205,11 +204,9 @@ class Broker:
                 if told and event.error:
                     self._observer.counter.turned_away(event.error.code)
             case MappedCheckDue():
-                if self._checks:
-                    self._checks.begin(self._processes())
+                self._checks.begin(self._processes())
             case MappedCheckDone():
-                if self._checks:
-                    self._checks.finish(event, self._processes())
+                self._checks.finish(event, self._processes())
             case JournalRetryDue():
                 self._retry = None  # every step tries to commit at its end
             case FdsDelivered():
@@ -230,7 +227,7 @@ class Broker:
             case events.ConnectionLost(number) | events.ProcessExited(number):
                 try:
                     self._requests.hang_up(self._sessions[number])
-                    if self._checks and isinstance(event, events.ProcessExited):
+                    if isinstance(event, events.ProcessExited):
                         self._checks.soon()
                 except MemoryError:  # the ledger must have the event all the same: it is reported only once
                     log.exception("the broker failed at taking note of %.500r", event)
@@ -269,13 +266,13 @@ class Broker:
 
     def _prepare(self, told: LedgerEvent | Respond, effects: Iterable[Effect]) -> None:
         """Encode replies, and note what the journal must record of the other effects."""
-        if self._checks and type(told) is RequestReceived and type(told.body) in ENDS_LEASE:
+        if type(told) is RequestReceived and type(told.body) in ENDS_LEASE:
             self._checks.soon()
         for effect in effects:
             try:
                 if type(effect) is Respond:
                     session, body = self._sessions[effect.session], effect.body
-                    if type(body) is Failed and body.code == OverQuota.code and self._checks:
+                    if type(body) is Failed and body.code == OverQuota.code:
                         # It may be the quota of memory beyond leases, and a client that unmaps asks again.
                         self._checks.soon()
                     self._requests.respond(session, effect.request, body)
@@ -356,8 +353,7 @@ class Broker:
         self._queue.put(Restored(tuple(news)))
         for number, session in self._sessions.items():
             before = logged[number]
-            if self._checks:
-                self._checks.joined(session.peer.uid)
+            self._checks.joined(session.peer.uid)
             if not before.welcomed:
                 self.sessions.welcome(session)
             session.notify(Draining(self._ledger.drain_reason))  # the earlier broker may have sent another one
@@ -406,8 +402,7 @@ class Broker:
             self._retry.cancel()
         self._requests.turns.close()
         self._recovery.close()
-        if self._checks:
-            self._checks.stop()
+        self._checks.stop()
         self._closed = True
 
 

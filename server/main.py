@@ -320,7 +320,7 @@ async def _build(
     observer = _observe(undo, config, ledger, store, session_log)
     checks = MappedChecks(queue, watch, config.mapped_check)
     undo.callback(checks.close)
-    broker = Broker(queue, ledger, memory, multicast, driver, gateway, observer, store, session_log, checks)
+    broker = Broker(queue, ledger, memory, multicast, driver, gateway, observer, checks, store, session_log)
     undo.callback(broker.close, "the broker is shutting down")
     if store is None or session_log is None:
         log.warning("there is no store: if this broker dies, its pools and the record of leases go with it")

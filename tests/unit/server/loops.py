@@ -79,3 +79,20 @@ class Gateway:
     def obstacle(self) -> str:
         """It listens."""
         return ""
+
+
+class Checks:
+    """Counts how often a check of what processes have mapped is to be made soon, and makes none."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+
+    def joined(self, uid: int) -> None:
+        """Note that a user has a session."""
+
+    def soon(self) -> None:
+        """Count a check."""
+        self.wanted += 1
+
+    def stop(self) -> None:
+        """Nothing runs."""

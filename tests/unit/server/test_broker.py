@@ -37,6 +37,7 @@ from cubroker.protocol.wire import authentication
 from cubroker.server import broker as server_broker
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import DeviceAllocator, MulticastBinder
+from cubroker.server.devices.mapped_memory import MappedChecks
 from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue
 from cubroker.server.ledger import Budget, HeldMemory, Ledger, snapshot
 from cubroker.server.ledger.events import (
@@ -66,7 +67,7 @@ from tests.brokers import BrokerProcess, eventually, serving
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore
 from tests.unit.server.clients import RawClient, session
-from tests.unit.server.loops import Gateway, run, until
+from tests.unit.server.loops import Checks, Gateway, run, until
 
 MIB = 1 << 20
 
@@ -218,6 +219,7 @@ class Stage:
             load("host:1"),
             cast(GatewayProcess, self.gateway),
             LedgerObserver(ledger, self.counter),
+            cast(MappedChecks, Checks()),
         )
         self.queue.put(ClientGreeted(ours, Peer(os.getpid(), 0, 0, os.pidfd_open(os.getpid())), VERSIONS[-1]))
         welcome = wire.unpack(self.client.recv(1000), Greeting)
@@ -254,19 +256,6 @@ def test_an_effect_that_fails_keeps_none_of_the_others_from_being_carried_out(ca
         run(test())
     assert caplog.text.count("the broker failed at Notify") == 2
     assert caplog.text.count("the broker failed at Respond") == 2
-
-
-class Checks:
-    """Counts how often a check of what processes have mapped is to be made soon."""
-
-    def __init__(self) -> None:
-        self.wanted = 0
-
-    def soon(self) -> None:
-        self.wanted += 1
-
-    def stop(self) -> None:
-        """Nothing runs."""
 
 
 @pytest.mark.parametrize(
@@ -397,7 +386,8 @@ def test_what_there_is_no_memory_to_write_down_is_written_down_before_anyone_hea
             store = Store(AsyncNotifier(Manager(str(tmp_path / "notify"), limit=ROOM)), {})
             queue, ledger = EventQueue(), Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0, store=ROOM)
             nothing, gateway = cast(MulticastBinder, None), cast(GatewayProcess, Gateway())
-            broker = Broker(queue, ledger, {}, nothing, load("host:1"), gateway, store=store, session_log=SessionLog())
+            seen, checks = LedgerObserver(ledger), cast(MappedChecks, Checks())
+            broker = Broker(queue, ledger, {}, nothing, load("host:1"), gateway, seen, checks, store, SessionLog())
             ours, client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
             client.setblocking(False)

@@ -20,8 +20,10 @@ from cubroker.driver import load
 from cubroker.protocol.messages import Refused, Welcome
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import MulticastBinder
+from cubroker.server.devices.mapped_memory import MappedChecks
 from cubroker.server.event_queue import ClientGreeted, Event, EventQueue
 from cubroker.server.ledger import Budget, Ledger
+from cubroker.server.monitoring.observer import LedgerObserver
 from cubroker.server.transport import admission
 from cubroker.server.transport import gateway_process as transport
 from cubroker.server.transport.admission import Listener
@@ -29,7 +31,7 @@ from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.unix_sockets import Peer
 from tests.faults import fail_nth
 from tests.unit.server.clients import HELLO, hear
-from tests.unit.server.loops import Gateway, Recorder, run, until
+from tests.unit.server.loops import Checks, Gateway, Recorder, run, until
 from tests.unit.server.processes import files, gateway_of, gateways
 from tests.unit.server.transport.test_requests import LARGE, create, desk
 
@@ -43,7 +45,8 @@ def test_a_process_that_cannot_be_watched_gets_no_session(monkeypatch: Patch, at
         queue = EventQueue()
         ledger = Ledger([Budget(0, "HOST-0", "device", 1, 1)], 0)
         nothing = cast(MulticastBinder, None)
-        broker = Broker(queue, ledger, {}, nothing, load("host:1"), cast(GatewayProcess, Gateway()))
+        gateway, checks = cast(GatewayProcess, Gateway()), cast(MappedChecks, Checks())
+        broker = Broker(queue, ledger, {}, nothing, load("host:1"), gateway, LedgerObserver(ledger), checks)
         for expected in (Refused, Welcome):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)

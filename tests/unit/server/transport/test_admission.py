@@ -34,9 +34,11 @@ from cubroker.protocol.messages import (
 )
 from cubroker.server.broker import Broker
 from cubroker.server.devices.allocator import MulticastBinder
+from cubroker.server.devices.mapped_memory import MappedChecks
 from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue, GatewayStarted
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.tables import Tables
+from cubroker.server.monitoring.observer import LedgerObserver
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.store.store import AsyncNotifier, Store
@@ -46,7 +48,7 @@ from cubroker.server.transport.unix_sockets import Peer
 from tests.brokers import PATIENCE
 from tests.faults import fail_nth
 from tests.stores import ROOM, FdStore
-from tests.unit.server.loops import Gateway, run, until
+from tests.unit.server.loops import Checks, Gateway, run, until
 
 
 class Stage:
@@ -67,8 +69,10 @@ class Stage:
             cast(MulticastBinder, None),
             load("host:1"),
             cast(GatewayProcess, self.gateway),
-            store=self.store,
-            session_log=SessionLog(),
+            LedgerObserver(self.ledger),
+            cast(MappedChecks, Checks()),
+            self.store,
+            SessionLog(),
         )
 
     def close(self) -> None:
