@@ -25,7 +25,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -59,7 +59,10 @@ from cubroker.server.event_queue import EventQueue, FdsDelivered
 from cubroker.server.ledger.events import ConnectionLost, ProcessExited
 from cubroker.server.ledger.snapshot import PREFIX
 from cubroker.server.transport.reply_cache import LEASES, NO_RECEIPTS, Frame, Receipts, ReplyCache
-from cubroker.server.transport.unix_sockets import Peer, RejectionLog
+from cubroker.server.transport.unix_sockets import Peer, RejectionLog, is_ready
+
+if TYPE_CHECKING:
+    from cubroker.driver import Driver
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +95,6 @@ def label(session: int) -> str:
     return f"s{session}"
 
 
-class ReadersDriver(Protocol):
-    """The one method of :class:`cubroker.driver.Driver` that is needed here."""
-
-    def for_reading(self, descriptors: Sequence[int], /) -> AbstractContextManager[Sequence[int]]:
-        """Lend descriptors of the same memory that do not permit writing."""
-
-
 class FdTransfer:
     """All descriptors of one lease, in packets of at most ``MAX_DESCRIPTORS``.
 
@@ -120,7 +116,7 @@ class FdTransfer:
         descriptors: Mapping[int, Mapping[int, int]],
         *,
         rebound: bool = False,
-        readers: ReadersDriver | None = None,
+        readers: Driver | None = None,
     ) -> None:
         self.lease = lease
         self.rebound = rebound
@@ -307,9 +303,7 @@ class SessionConnection:
         if self._connection is None:
             return True
         # The kernel reports it as writable while at most a quarter of its buffer is unread: one packet of descriptors.
-        poll = select.poll()
-        poll.register(self._connection, select.POLLOUT)
-        if not poll.poll(0):
+        if not is_ready(self._connection, select.POLLOUT):
             self._loop.add_writer(self._connection, self._resume, self._connection)
             return False
         lent = False
