@@ -358,9 +358,8 @@ class Broker:
                 self.sessions.welcome(session)
             session.notify(Draining(self._ledger.drain_reason))  # the earlier broker may have sent another one
             for lease in before.undelivered_fds:
-                grant = self._ledger.lease_grant(number, lease)
-                if grant is not None and grant.hand_over is not None:
-                    self._execute(grant.hand_over)
+                if (sent := self._ledger.sent_fds(number, lease)) is not None:
+                    self._execute(sent)
 
     def status(self) -> str:
         """Return the ledger's totals, in one line."""

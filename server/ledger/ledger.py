@@ -53,12 +53,12 @@ from cubroker.server.ledger import (
 )
 from cubroker.server.ledger.events import Effect, LedgerEvent, RequestReceived, Respond, SendFds
 from cubroker.server.ledger.policy import Limits, Policy, Quota
-from cubroker.server.ledger.records import Budget, Session, User
+from cubroker.server.ledger.records import Budget, Lease, Session, User
 from cubroker.server.ledger.snapshot import Audit, ChangeRecorder
 from cubroker.server.ledger.states import Impossible, MemoryState, VersionState
 from cubroker.server.ledger.tables import Tables
 
-__all__ = ["Audit", "Budget", "HeldMemory", "Impossible", "LeaseGrant", "Ledger", "Limits"]
+__all__ = ["Audit", "Budget", "HeldMemory", "Impossible", "Ledger", "Limits"]
 
 MAX_NAMED = 20  #: The most leases that a text names.
 
@@ -82,13 +82,6 @@ class HeldMemory(NamedTuple):
     served: bool
     #: Whether all of the versions are lost.
     lost: bool
-
-
-class LeaseGrant(NamedTuple):
-    """The grant of a lease: the answer, and the effect that sends its descriptors; None if there are none to send."""
-
-    answer: Attached | Created
-    hand_over: SendFds | None
 
 
 class Ledger:
@@ -174,15 +167,19 @@ class Ledger:
             if ticket.state is MemoryState.HELD and (versions := ticket.versions)
         )
 
-    def lease_grant(self, session: int, lease: int) -> LeaseGrant | None:
-        """Return the grant of a lease, as it would be now; None if the session has no such lease."""
-        known = self._tables.leases.get(lease)
-        if known is None or known.session.id != session:
+    def granted(self, session: int, lease: int) -> Attached | Created | None:
+        """Return the answer that grants a lease, as it would be now; None if the session has no such lease."""
+        known = self._lease(session, lease)
+        if known is None:
             return None
-        version = known.version
-        answer = leases.created(known) if known.writes else leases.attached(known)
-        sent = version.state is not VersionState.LOST and not known.unsent
-        return LeaseGrant(answer, leases.send_fds(known) if sent else None)
+        return leases.created(known) if known.writes else leases.attached(known)
+
+    def sent_fds(self, session: int, lease: int) -> SendFds | None:
+        """Return the effect that sends the descriptors of a lease; None if there is no such lease, or none to send."""
+        known = self._lease(session, lease)
+        if known is None or known.unsent or known.version.state is VersionState.LOST:
+            return None
+        return leases.send_fds(known)
 
     def admission_error(self, uid: int, *, verified: bool = False) -> CubrokerError | None:
         """Return why a user may not open a session now; None if it may."""
@@ -251,8 +248,12 @@ class Ledger:
 
     def leased_pool(self, session: int, lease: int) -> str:
         """Return the name of the pool that a lease is on; empty if the session has no such lease."""
+        found = self._lease(session, lease)
+        return "" if found is None else found.version.pool.name
+
+    def _lease(self, session: int, lease: int) -> Lease | None:
         found = self._tables.leases.get(lease)
-        return "" if found is None or found.session.id != session else found.version.pool.name
+        return found if found is not None and found.session.id == session else None
 
     @property
     def stored_fds(self) -> int:

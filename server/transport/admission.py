@@ -32,7 +32,7 @@ from cubroker.protocol.errors import (
     explain,
     reason,
 )
-from cubroker.protocol.messages import VERSIONS, Attached, Created, Draining, Hello, Notice, Pong, Refused, Welcome
+from cubroker.protocol.messages import VERSIONS, Draining, Hello, Notice, Pong, Refused, Welcome
 from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
@@ -281,7 +281,7 @@ class Sessions:
 
     def adopt(self, number: int, connection: socket.socket | None, peer: Peer, logged: LoggedSession) -> None:
         """Take over a session of an earlier broker, whose ``connection`` or process may be gone."""
-        replies = logged.reply_cache(partial(self._grant, number))
+        replies = logged.reply_cache(partial(self._ledger.granted, number))
         own = logged.version, logged.secret, replies
         session = SessionConnection(
             number, connection, peer, self._queue, self._rejections, *own, welcomed=logged.welcomed
@@ -364,10 +364,6 @@ class Sessions:
         except Unavailable as error:
             return not_stored(error)
         return None
-
-    def _grant(self, session: int, lease: int) -> Attached | Created | None:
-        grant = self._ledger.lease_grant(session, lease)
-        return None if grant is None else grant.answer
 
     def _enter(self, session: SessionConnection) -> None:
         self.by_number[session.number] = session

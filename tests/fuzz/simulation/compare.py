@@ -65,9 +65,10 @@ class Pair:
         assert not self.ledger.changes()
         for lease in self.model.leases:
             if lease.version.body.share != "multicast":  # whose group is to be put together again
-                lent = self.ledger.lease_grant(lease.session.id, lease.id)
-                assert lent is not None
-                assert lent == before.lease_grant(lease.session.id, lease.id)
+                key = lease.session.id, lease.id
+                assert self.ledger.granted(*key) is not None
+                assert self.ledger.granted(*key) == before.granted(*key)
+                assert self.ledger.sent_fds(*key) == before.sent_fds(*key)
         restart.restart(self.model, devices, limits, policy, store)
         assert bool(self.ledger.drain_reason) == self.model.drained
         held = [

@@ -253,11 +253,11 @@ def test_the_next_broker_knows_which_lease_writes_and_that_the_draft_was_lent() 
     story.joins(3, uid=BOB)
     create = creates(1, 1, "a", MIB, share="vmm", durable=True)
     story.quietly(create, e.Allocated(1, (m.DESCRIPTOR,)), reads(3, 1))
-    before = [story.ledger.lease_grant(*each) for each in ((1, 1), (3, 2))]
+    before = [(story.ledger.granted(*each), story.ledger.sent_fds(*each)) for each in ((1, 1), (3, 2))]
     story.restarts()
-    grants = [story.ledger.lease_grant(*each) for each in ((1, 1), (3, 2))]
+    grants = [(story.ledger.granted(*each), story.ledger.sent_fds(*each)) for each in ((1, 1), (3, 2))]
     assert grants == before
-    kinds = [(type(each.answer), each.hand_over.writable) for each in grants if each and each.hand_over]
+    kinds = [(type(granted), sent.writable) for granted, sent in grants if sent]
     assert kinds == [(m.Created, True), (m.Attached, False)]
     story.quietly(asks(1, 2, m.Close(1)))
     story.restarts()

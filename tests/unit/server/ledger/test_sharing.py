@@ -361,10 +361,9 @@ def test_a_restart_knows_what_is_shared_and_counts_it_once(story: Story) -> None
     assert allocated(story) == 8 * MIB
     held = {each.ticket: each.sizes for each in story.ledger.held_memory()}
     assert held == {1: {0: 2 * MIB, 2: 2 * MIB}, 2: {0: 4 * MIB}}
-    grant = story.ledger.lease_grant(2, 4)
-    assert grant is not None
-    assert grant.hand_over is not None
-    assert grant.hand_over.sources == (
+    sent = story.ledger.sent_fds(2, 4)
+    assert sent is not None
+    assert sent.sources == (
         e.FdSource("GPU-0", 1, (0,)),
         e.FdSource("GPU-0", 2),
         e.FdSource("GPU-0", 1, (2,)),
@@ -377,9 +376,8 @@ def test_a_restart_knows_what_is_shared_and_counts_it_once(story: Story) -> None
 def test_a_draft_that_shares_memory_outlives_a_restart(story: Story) -> None:
     story.quietly(updates(1, 3, 0, None, 2), e.Allocated(2, (D,)))
     story.restarts()
-    grant = story.ledger.lease_grant(1, 3)
-    assert grant is not None
-    assert grant.answer == m.Created(3, "a", 2, "vmm", (m.ReplicaHandles("GPU-0", (b"", D, b"")),))
+    granted = m.Created(3, "a", 2, "vmm", (m.ReplicaHandles("GPU-0", (b"", D, b"")),))
+    assert story.ledger.granted(1, 3) == granted
     story.quietly(asks(1, 4, m.Seal(3)))
     assert memory(story) == {1: (8 * MIB, 0), 2: (8 * MIB, 4 * MIB)}
 

@@ -184,20 +184,21 @@ def test_memory_and_leases_can_be_asked_for_as_they_are() -> None:
         (4, "GPU-0", "ipc", False),
         (5, "GPU-0", "vmm", False),
     ]
-    lent = story.ledger.lease_grant(2, 2)
-    assert lent is not None
-    assert isinstance(lent.answer, m.Attached)
-    assert lent.answer.replicas == replicas("GPU-1", "GPU-0")
-    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2, ()), ("GPU-0", 1, ())), writable=True)
-    assert (ipc := story.ledger.lease_grant(3, 4)) is not None
-    assert ipc.hand_over is None
-    assert (draft := story.ledger.lease_grant(3, 5)) is not None
-    assert draft == (m.Created(5, "c", 1, "vmm", (m.ReplicaHandles("GPU-0", (b"fabric",)),)), None)
+    lent = story.ledger.granted(2, 2)
+    assert isinstance(lent, m.Attached)
+    assert lent.replicas == replicas("GPU-1", "GPU-0")
+    sent = e.SendFds(2, 2, (("GPU-1", 2, ()), ("GPU-0", 1, ())), writable=True)
+    assert story.ledger.sent_fds(2, 2) == sent
+    assert story.ledger.granted(3, 4) is not None
+    assert story.ledger.sent_fds(3, 4) is None
+    draft = m.Created(5, "c", 1, "vmm", (m.ReplicaHandles("GPU-0", (b"fabric",)),))
+    assert story.ledger.granted(3, 5) == draft
+    assert story.ledger.sent_fds(3, 5) is None
     story.quietly(asks(3, 3, m.SendDescriptors(5)))
-    assert (draft := story.ledger.lease_grant(3, 5)) is not None
-    assert draft.hand_over == e.SendFds(3, 5, (("GPU-0", 5, ()),), writable=True)
-    assert story.ledger.lease_grant(3, 2) is None
-    assert story.ledger.lease_grant(3, 99) is None
+    assert story.ledger.sent_fds(3, 5) == e.SendFds(3, 5, (("GPU-0", 5, ()),), writable=True)
+    for unknown in ((3, 2), (3, 99)):
+        assert story.ledger.granted(*unknown) is None
+        assert story.ledger.sent_fds(*unknown) is None
 
 
 def test_a_group_is_bound_again_and_its_writers_get_its_new_objects() -> None:
@@ -211,9 +212,7 @@ def test_a_group_is_bound_again_and_its_writers_get_its_new_objects() -> None:
     story >> with_multicast(4)
     story << e.Notify(2, m.Rebound(2, (), group)) << e.SendFds(2, 2, (), 4, rebound=True, writable=True)
     story << e.Notify(1, m.Rebound(3, (), group)) << e.SendFds(1, 3, (), 4, rebound=True, writable=True)
-    lent = story.ledger.lease_grant(2, 2)
-    assert lent is not None
-    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2, ()),), 4, writable=True)
+    assert story.ledger.sent_fds(2, 2) == e.SendFds(2, 2, (("GPU-1", 2, ()),), 4, writable=True)
 
 
 def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_group() -> None:
@@ -225,9 +224,7 @@ def test_writers_get_the_other_replicas_where_copies_take_the_place_of_a_group()
     story.restarts()
     story.quietly(e.ConnectionLost(2))
     story >> with_multicast(5)
-    lent = story.ledger.lease_grant(2, 2)
-    assert lent is not None
-    assert lent.hand_over == e.SendFds(2, 2, (("GPU-1", 2, ()),), 5, writable=True)
+    assert story.ledger.sent_fds(2, 2) == e.SendFds(2, 2, (("GPU-1", 2, ()),), 5, writable=True)
 
 
 @pytest.mark.parametrize("anew", [with_multicast, by_copies])
