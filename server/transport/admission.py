@@ -158,31 +158,29 @@ class Listener:
         except ConnectionError:
             data, named = b"", None
         if not data:
-            self._release(connection)
+            os.close(self._take(connection).pidfd)
             return connection.close()
         try:
             hello, version = _read(data)
         except CubrokerError as error:
             return self._refuse(connection, error)
-        peer, timer = self._pending.pop(connection)
-        timer.cancel()
-        self._loop.remove_reader(connection)
+        peer = self._take(connection)
         peer = replace(peer, verified=not hello.ping and verify(peer, named))
         self._queue.put(ClientGreeted(connection, peer, version, hello.ping))
         return None
 
     def _refuse(self, connection: socket.socket, error: CubrokerError) -> None:
-        peer, _ = self._pending[connection]
+        peer = self._take(connection)
+        os.close(peer.pidfd)
         self._rejections.log(peer.pid, peer.uid, error.message, code=error.code)
-        self._release(connection)
         send_last(connection, _refusal(error))
 
-    def _release(self, connection: socket.socket) -> None:
-        """Await no greeting any more."""
+    def _take(self, connection: socket.socket) -> Peer:
+        """Await no greeting any more, and return the process, whose pidfd is the caller's."""
         peer, timer = self._pending.pop(connection)
         timer.cancel()
         self._loop.remove_reader(connection)
-        os.close(peer.pidfd)
+        return peer
 
 
 def answer_ping(ping: ClientGreeted, obstacle: str) -> None:
