@@ -188,5 +188,9 @@ def one_line(text: str) -> str:
     """Return a text in one line without control characters for a terminal: other users may have chosen parts of it."""
     if text.isprintable():
         return text
-    lines = " | ".join(filter(None, map(str.strip, text.splitlines())))
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in lines)
+    return printable(" | ".join(filter(None, map(str.strip, text.splitlines()))))
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

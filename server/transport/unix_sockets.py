@@ -36,6 +36,7 @@ from typing import NamedTuple
 from cubroker.protocol.errors import Denied, Unsupported, about
 from cubroker.protocol.fields import LATEST
 from cubroker.protocol.status import MAX_CGROUP, MAX_PROCESS_NAME, ProcessInfo
+from cubroker.server.logs import printable
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ def read_process(pid: int) -> ProcessInfo | None:
         return None
     if len(fields) <= STARTED:
         return None
-    return ProcessInfo(_printable(name)[:MAX_PROCESS_NAME], _cgroup(cgroups), _since_1970(int(fields[STARTED])))
+    return ProcessInfo(printable(name)[:MAX_PROCESS_NAME], _cgroup(cgroups), _since_1970(int(fields[STARTED])))
 
 
 def read_process_by_pidfd(pidfd: int) -> ProcessInfo | None:
@@ -241,17 +242,13 @@ def _cgroup(text: str) -> str | None:
     lines = [line.split(":", 2) for line in text.splitlines()]
     paths = {controllers: path for _, controllers, path in lines if path != "/"}
     path = paths.get(UNIFIED) or paths.get(SYSTEMD) or next(iter(paths.values()), "")
-    return _printable(path)[-MAX_CGROUP:] or None  # its end names the container
+    return printable(path)[-MAX_CGROUP:] or None  # its end names the container
 
 
 def _since_1970(ticks: int) -> float:
     """Return when a process began, ``ticks`` after boot; the result is bounded, as a host's clock may show anything."""
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return min(max(0.0, round(time.time() - age, 2)), LATEST)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 # -- sockets at a path ---------------------------------------------------------------------------------
