@@ -29,7 +29,7 @@ from cubroker.driver.system_calls import FileId
 from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
 from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets, parse_budget
-from cubroker.server.event_queue import EventQueue
+from cubroker.server.event_queue import Event, EventQueue
 from cubroker.server.ledger import events
 from cubroker.server.ledger.events import AllocationId
 from cubroker.server.ledger.memory import COPIES, rounded
@@ -42,9 +42,10 @@ Request = TypeVar("Request")
 
 
 class WorkerThread(ABC, Generic[Request]):
-    """A thread that executes requests one at a time, in the order of their submission."""
+    """A thread that executes requests one at a time, in the order of their submission; the queue gets the outcomes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, queue: EventQueue) -> None:
+        self._queue = queue
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
@@ -61,14 +62,14 @@ class WorkerThread(ABC, Generic[Request]):
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                self._execute(request)
+                self._queue.put_threadsafe(self._execute(request))
             except Exception:  # all later requests would wait for ever
                 log.exception("%s failed in an unexpected way, and has no outcome", request)
         self._release_all()
 
     @abstractmethod
-    def _execute(self, request: Request) -> None:
-        """Execute a request, on the thread; if this raises an exception, the request has no outcome."""
+    def _execute(self, request: Request) -> Event:
+        """Return the outcome of a request, on the thread; if this raises an exception, the request has none."""
 
     def _release_all(self) -> None:
         """Release everything that is not in use, on the thread, after the last request."""
@@ -203,7 +204,6 @@ class DeviceAllocator(WorkerThread[events.Allocate | events.Free]):
     ) -> None:
         self._driver = driver
         self._device = device
-        self._queue = queue
         self._store = store
         self._watch = watch or MemoryWatch()
         #: Tickets whose descriptors the store has.
@@ -212,7 +212,7 @@ class DeviceAllocator(WorkerThread[events.Allocate | events.Free]):
         self._left: set[int] = set()
         #: The allocations, by ticket and number.
         self._pieces: dict[int, dict[int, IpcAllocation | VmmAllocation | AdoptedAllocation]] = {}
-        super().__init__(f"device-{device.index}")
+        super().__init__(f"device-{device.index}", queue)
 
     def adopt(self, ticket: int, sizes: Mapping[int, int], descriptors: Mapping[int, Sequence[int]]) -> None:
         """Take over the memory that an earlier broker allocated as ``ticket``; call this before :meth:`submit`.
@@ -240,12 +240,10 @@ class DeviceAllocator(WorkerThread[events.Allocate | events.Free]):
         pieces = self._pieces[ticket].values()
         return tuple(piece.physical for piece in pieces if not isinstance(piece, IpcAllocation))
 
-    def _execute(self, request: events.Allocate | events.Free) -> None:
+    def _execute(self, request: events.Allocate | events.Free) -> Event:
         if isinstance(request, events.Allocate):
-            self._queue.put_threadsafe(self._allocate(request))
-        else:
-            unfreed = self._free(request.ticket, request.numbers)
-            self._queue.put_threadsafe(events.Freed(request.ticket, request.numbers, unfreed))
+            return self._allocate(request)
+        return events.Freed(request.ticket, request.numbers, self._free(request.ticket, request.numbers))
 
     def _release_all(self) -> None:
         for ticket in self._pieces.keys() - self._stored - self._left:
@@ -355,23 +353,21 @@ class MulticastBinder(WorkerThread[events.BindMulticast | events.UnbindMulticast
     def __init__(self, driver: Driver, memory: Mapping[str, DeviceAllocator], queue: EventQueue) -> None:
         self._driver = driver
         self._memory = memory
-        self._queue = queue
         #: The callbacks that unbind a group's memory and release its objects, by group.
         self._groups: dict[int, ExitStack] = {}
         #: Groups that stay bound when this closes.
         self._left: set[int] = set()
-        super().__init__("multicast")
+        super().__init__("multicast", queue)
 
     def leave(self, group: int) -> None:
         """Keep a group bound when this closes: a client uses its memory."""
         self._left.add(group)
 
-    def _execute(self, request: events.BindMulticast | events.UnbindMulticast) -> None:
+    def _execute(self, request: events.BindMulticast | events.UnbindMulticast) -> Event:
         if isinstance(request, events.BindMulticast):
-            self._queue.put_threadsafe(self._bind(request))
-        else:
-            self._unbind(request.group)
-            self._queue.put_threadsafe(events.MulticastUnbound(request.group))
+            return self._bind(request)
+        self._unbind(request.group)
+        return events.MulticastUnbound(request.group)
 
     def _release_all(self) -> None:
         for group in self._groups.keys() - self._left:

@@ -229,7 +229,6 @@ most."""
     """Users whose processes without a session are looked at. Past it the earliest are forgotten."""
 
     def __init__(self, queue: EventQueue, watch: MemoryWatch, seconds: float) -> None:
-        self._queue = queue
         self._watch = watch
         self._seconds = seconds
         watch.adjust(looked_at=seconds > 0)
@@ -244,7 +243,7 @@ most."""
         #: Whether the check that runs began before checks were disabled.
         self._void = False
         self._stopped = False
-        super().__init__("mapped-checks")
+        super().__init__("mapped-checks", queue)
         self._schedule(seconds)
 
     def adjust(self, seconds: float) -> None:
@@ -307,7 +306,7 @@ most."""
             when = max(self._loop.time() + seconds, self._rested)
             self._timer = self._loop.call_at(when, self._queue.put, MappedCheckDue())
 
-    def _execute(self, request: CheckRequest) -> None:
+    def _execute(self, request: CheckRequest) -> MappedCheckDone:
         began = time.monotonic()
         found: list[ProcessMemory] = []
         try:
@@ -315,7 +314,7 @@ most."""
         # If the thread ended here, no check would follow; and a failed look must not harm the broker.
         except Exception:
             log.exception("the broker failed at checking which memory processes have mapped")
-        self._queue.put_threadsafe(MappedCheckDone(request.clients, tuple(found), time.monotonic() - began))
+        return MappedCheckDone(request.clients, tuple(found), time.monotonic() - began)
 
 
 def _living(sessions: Iterable[SessionProcess]) -> set[tuple[int, int]]:
