@@ -248,10 +248,6 @@ class Keyed(Bearer):
             envelope = replace(envelope, body=_with(body, digest(layout)))
         return self._requests.wrap(pack(self._known(envelope)), layout, hidden=opens(body))
 
-    def sign(self, data: bytes) -> bytes:
-        """Return a frame with ``data`` as its message."""
-        return self._requests.sign(data)
-
     def opened(self, frame: bytes) -> tuple[bytes, bytes] | None:
         """Return the message in a request and the layout beside it; None unless the session's client wrote it."""
         return self._requests.opened(frame)

@@ -196,7 +196,7 @@ def test_keys_differ_by_session_and_direction() -> None:
 
 def test_what_its_author_wrote_wrongly_is_named() -> None:
     both = keyed()
-    assert both.opened(both.sign(b"junk")) == (b"junk", b"")
+    assert both.opened(both._requests.sign(b"junk")) == (b"junk", b"")
     with pytest.raises(Invalid):
         both.read(both._replies.sign(b"junk"))
     with pytest.raises(Invalid):
@@ -205,8 +205,8 @@ def test_what_its_author_wrote_wrongly_is_named() -> None:
 
 def test_little_is_looked_at_before_the_author_is_known() -> None:
     both = keyed()
-    assert both.opened(both.sign(bytes(MAX_REQUEST))) is not None
-    assert both.opened(both.sign(bytes(MAX_REQUEST + 1))) is None
+    assert both.opened(both._requests.sign(bytes(MAX_REQUEST))) is not None
+    assert both.opened(both._requests.sign(bytes(MAX_REQUEST + 1))) is None
     for size, opened in ((MAX_REQUEST, True), (MAX_REQUEST + 1, False)):
         frame = both._requests.wrap(bytes(size), b"", hidden=True)
         assert (both.opened(frame) is not None) == opened

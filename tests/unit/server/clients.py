@@ -106,7 +106,7 @@ class RawClient:
 
     def sign(self, data: bytes) -> bytes:
         """Return a frame of this session with ``data`` in it, whatever that is."""
-        return self.authentication.sign(data) if isinstance(self.authentication, Keyed) else data
+        return self.authentication._requests.sign(data) if isinstance(self.authentication, Keyed) else data
 
     def receive(self) -> Answer:
         """Return the next reply."""
