@@ -319,14 +319,8 @@ QUOTA: Mapping[str, tuple[ValueKind, object]] = {
 }
 """Kind and default of each field of :class:`Quota`, which bounds what one user may have."""
 
-LIMITS = {
-    "leases": (1 << 20, 4096),
-    "requests": (4096, 1024),
-    "watches": (1 << 20, 1024),
-    "events": (1 << 20, 1024),
-    "locks": (1 << 20, 1024),
-}
-"""The highest value and the default of each field of :class:`Limits`, which bounds what one session may have."""
+LIMITS = {"leases": 1 << 20, "requests": 4096, "watches": 1 << 20, "events": 1 << 20, "locks": 1 << 20}
+"""The highest value of each field of :class:`Limits`, which bounds what one session may have, and has the defaults."""
 
 SETTINGS: Mapping[str, Setting] = {
     setting.key: setting
@@ -343,7 +337,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("sockets.mode", mode(0o666), live=False),
         Setting("sockets.group", GROUP, live=False),
         *(Setting(f"quota.{name}", kind, default) for name, (kind, default) in QUOTA.items()),
-        *(Setting(f"limits.{name}", number(1, most), default) for name, (most, default) in LIMITS.items()),
+        *(Setting(f"limits.{name}", number(1, most), getattr(Limits(), name)) for name, most in LIMITS.items()),
         Setting("limits.mapped_check_seconds", SECONDS, 10),
         Setting("log.level", choice("debug", "info", "warning", "error"), "info"),
         Setting("log.format", choice("auto", "text", "json", "journal"), "auto"),
