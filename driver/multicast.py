@@ -126,7 +126,7 @@ class Window(vmm.Reservation):
     def __init__(self, context: PrimaryContext, nbytes: int) -> None:
         check_multicast(context.calls.module, "cuMemMap")
         super().__init__(context, nbytes)
-        self._kernels: dict[None, Kernel] = {}  # one, once it is loaded
+        self._kernels: dict[None, Broadcast] = {}  # one, once it is loaded
         self._state = threading.Lock()
         self._maps_running = 0
         self._closed = False
@@ -178,7 +178,8 @@ class Window(vmm.Reservation):
         blocks = min(_BLOCKS, -(-pieces // _THREADS))
         copies = self._context.copies()
         with self._context.current():
-            self._loaded().launch(copies, blocks, _THREADS, target, source, pieces)
+            kernel = keep_first(self._kernels, None, lambda: Broadcast(self._context), Broadcast.close)
+            kernel.launch(copies, blocks, _THREADS, target, source, pieces)
             copies.synchronize()
 
     def close(self) -> None:
@@ -193,10 +194,6 @@ class Window(vmm.Reservation):
             self._closed, wait = True, self._maps_running > 0
         if not wait:
             super().close()
-
-    def _loaded(self) -> Kernel:
-        """Return the kernel, which is loaded on first use."""
-        return keep_first(self._kernels, None, lambda: Broadcast(self._context), Broadcast.close)
 
 
 def obstacle(calls: Calls, device: int) -> str | None:

@@ -189,7 +189,10 @@ def _find_version(tables: Tables, name: str, number: int) -> Version | None:
 
 def _write_memory(tables: Tables, number: int, _: str) -> MemoryEntry | None:
     ticket = tables.tickets.get(number)
-    if ticket is None or not any(map(_is_recorded, ticket.allocations.values())):
+    if ticket is None:
+        return None
+    versions = (version for allocation in ticket.allocations.values() for version in allocation.versions)
+    if all(version.state in UNRECORDED for version in versions):
         return None
     return MemoryEntry(
         ticket.account.device.uuid,
@@ -200,11 +203,6 @@ def _write_memory(tables: Tables, number: int, _: str) -> MemoryEntry | None:
         ticket.sizes,
         ticket.handles,
     )
-
-
-def _is_recorded(allocation: Allocation) -> bool:
-    """Whether a version that has an allocation has an entry."""
-    return any(version.state not in UNRECORDED for version in allocation.versions)
 
 
 def _write_version(tables: Tables, number: int, name: str) -> VersionEntry[Piece] | None:
