@@ -16,6 +16,7 @@ import sys
 from importlib import import_module
 
 from cubroker.deprecated import RenamedModules
+from cubroker.import_guard import ImportGuard
 
 TYPE_CHECKING = False  # type checkers take it for true; to import `typing` would take longer than all the rest here
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ _MODULES = {
 }
 """The module of every public name."""
 
+sys.meta_path.insert(0, ImportGuard(__name__, __file__))
 sys.meta_path.append(RenamedModules())
 
 

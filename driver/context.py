@@ -38,6 +38,8 @@ POPULATING = 8
 """Threads that bring the pages of :class:`PinnedHuge` into memory: on a host with an H200 one zeroes 4 to 7 GB/s."""
 
 KERNEL_FOLDER = Path(__file__).parent  #: Where the PTX files are.
+KERNELS = {path.name: path.read_bytes() + b"\0" for path in KERNEL_FOLDER.glob("*.ptx")}
+"""Their texts, by name. A file that is read later may be of another release, whose kernels take other arguments."""
 
 R = TypeVar("R", bound="ContextResource")
 
@@ -516,9 +518,8 @@ class Kernel(ContextResource):
     def __init__(self, context: PrimaryContext) -> None:
         super().__init__(context)
         file, entry = self.SOURCE
-        text = (KERNEL_FOLDER / file).read_bytes() + b"\0"
         with context.current():
-            self._module = self._calls.cuModuleLoadData(text)
+            self._module = self._calls.cuModuleLoadData(KERNELS[file])
             try:
                 self._function = self._calls.cuModuleGetFunction(self._module, entry)
             except BaseException:

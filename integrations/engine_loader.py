@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, get_args
 
@@ -59,6 +60,10 @@ except ImportError as error:
     raise ImportError(
         f"cubroker.integrations.engine_loader needs PyTorch ({error}): pip install 'cubroker[torch]'"
     ) from error
+
+# An engine runs for weeks. What it needs later is imported now: after an upgrade in place it would be refused.
+for _name in ("digests", "draft", "follow", "publish", "synchronization"):
+    import_module(f"cubroker.client.{_name}")
 
 log = logging.getLogger(__name__)
 

@@ -337,6 +337,7 @@ def start(metrics: Metrics, observer: LedgerObserver, counters: BrokerCounters) 
     except Invalid as error:
         log.error("there are no metrics: %s", error.message)
         return None
+    _page()  # read now: later the file may be of another release
     site = partial(Site, asyncio.get_running_loop(), observer, counters)
     everything = site(everything=True).routes
     otherwise = everything if bound and token is None else None

@@ -31,12 +31,13 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import chain, filterfalse
 from pathlib import Path
 from typing import cast
 
 from cubroker.driver import system_calls
-from cubroker.protocol.errors import Unavailable, explain
+from cubroker.protocol.errors import Unavailable, Unsupported, explain
 from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
 from cubroker.server.hardening import blocked, obstacles, python_command
@@ -375,6 +376,7 @@ async def watch(connection: GatewayConnection, path: Path) -> str:
 
 # -- the process -------------------------------------------------------------------------------------
 
+GATEWAY = "cubroker.server.transport.gateway"  #: The module that a gateway runs.
 STEADY = 10.0  #: Seconds that a gateway must have lived for the next one to be started without a delay.
 
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
@@ -444,7 +446,7 @@ class GatewayProcess:
     def obstacle(self) -> str:
         """Return why no request can arrive at the moment, or an empty text."""
         listens = self._connection is not None and self._connection.listening.done()
-        return "" if listens else "its gateway is being started again"
+        return "" if listens else f"its gateway is being started again{_foreign_code()}"
 
     async def stop(self) -> None:
         """End the gateway, and start no other one."""
@@ -468,7 +470,8 @@ class GatewayProcess:
                     return self._first.set_result(ending)
                 quick = quick + 1 if loop.time() - started < STEADY else 0
                 delay = min(FIRST_DELAY * 2 ** min(quick - 2, 10), LONGEST_DELAY) if quick > 1 else 0.0
-                log.warning("the gateway ended: %s; another one starts in %.2f s", ending, delay)
+                hint = _foreign_code() if quick else ""
+                log.warning("the gateway ended: %s%s; another one starts in %.2f s", ending, hint, delay)
             except MemoryError:  # which passes
                 log.warning(
                     "the gateway ended, and the broker ran out of memory while handling that; another one starts soon"
@@ -554,7 +557,7 @@ class GatewayChild:
             os.set_blocking(errors, True)
             with blocked(LEFT_TO_US):
                 self._process = subprocess.Popen(  # noqa: S603
-                    python_command("cubroker.server.transport.gateway", str(pipe), str(listener), str(path)),
+                    python_command(GATEWAY, str(pipe), str(listener), str(path)),
                     env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
                     stdin=nothing,
                     stderr=errors,
@@ -612,6 +615,15 @@ class GatewayChild:
                 self._undo.close()
             finally:
                 self._status.set_result(self._process.returncode)
+
+
+def _foreign_code() -> str:
+    """Return what to do if a gateway would run other code than this process; an empty text if it would not."""
+    try:
+        find_spec(GATEWAY)  # it imports nothing here, but asks the import guard
+    except Unsupported:
+        return "; cubroker was replaced on disk after this broker had started, as by an upgrade: restart the broker"
+    return ""
 
 
 def _ended(status: int) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
@@ -23,6 +24,7 @@ from cubroker.integrations.engine_loader import Obtained, PoolOptions, RankPool
 from cubroker.protocol.errors import Invalid, NotFound, TimedOut, Unavailable
 from tests.brokers import BrokerProcess, eventually
 from tests.forkserver import TORCH
+from tests.replaced import PackageCopy
 from tests.unit.client.conftest import begun
 from tests.unit.client.scripts import start
 from tests.unit.integrations import runtime_process
@@ -285,3 +287,14 @@ def test_eight_engines_at_once_load_once_and_a_loader_that_dies_hands_over(
             worker.kill()
             worker.communicate()
     eventually(lambda: [pool.leases for pool in client.pools() if pool.name == name] == [0], "their leases to end")
+
+
+@pytest.mark.slow
+def test_an_engine_needs_no_import_after_its_start_that_an_upgrade_would_refuse(tmp_path: Path) -> None:
+    package = PackageCopy(tmp_path)
+    script = """
+import os, cubroker, cubroker.integrations.engine_loader
+os.utime(cubroker.__file__)
+from cubroker.client import digests, draft, follow, publish, synchronization
+"""
+    subprocess.run([sys.executable, "-c", script], env=package.environ, check=True)

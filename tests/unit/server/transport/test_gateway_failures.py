@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,11 +17,14 @@ from threading import Thread
 import pytest
 import zmq
 
+from cubroker.client.transport.handshake import ping
 from cubroker.protocol import wire
 from cubroker.protocol.messages import Attach, Close, Done, Failed, GatewayChanged, ListDevices
 from cubroker.protocol.paths import REQUEST_SOCKET
 from cubroker.server.transport import gateway, gateway_process
-from tests.brokers import BrokerProcess, eventually
+from cubroker.server.transport.gateway_process import GATEWAY
+from tests.brokers import BrokerProcess, eventually, started
+from tests.replaced import PackageCopy
 from tests.unit.server.clients import HELLO_OF_3, RawClient, session
 from tests.unit.server.processes import alive, all_closed, descriptors, files, gateway_of
 
@@ -192,6 +196,21 @@ def test_a_broker_stops_while_it_waits_to_start_a_gateway(broker: BrokerProcess,
             break
         assert client.notice() == GatewayChanged()
     assert broker.stop() == 0
+
+
+def test_a_broker_says_what_to_do_when_an_upgrade_has_left_no_gateway_for_it(tmp_path: Path) -> None:
+    package = PackageCopy(tmp_path)
+
+    class Copied(BrokerProcess):
+        def spawn(self, log: int) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(self.command(), env=package.environ, stdout=log, stderr=log)
+
+    told = "cubroker was replaced on disk after this broker had started, as by an upgrade: restart the broker"
+    with started(Copied) as broker:
+        package.replace("server/transport/gateway.py")
+        os.kill(gateway_of(broker.pid), signal.SIGKILL)
+        eventually(lambda: f"No module named {GATEWAY}); {told}; another one starts in" in broker.log(), "the reason")
+        assert ping(broker.directory, 60) == f"its gateway is being started again; {told}"
 
 
 def test_a_gateway_leaves_signals_to_the_broker(broker: BrokerProcess, client: RawClient) -> None:

@@ -1,0 +1,1 @@
+"""The package root: names of modules, and what `import cubroker` guards."""
