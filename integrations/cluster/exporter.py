@@ -595,7 +595,7 @@ class Exporter:
         return await SourceProcess.start(SOURCE, str(self._broker.directory))
 
     async def _take(self) -> SourceProcess:
-        """Return the process that was started in advance, or a new one if that has ended; and start the next spare."""
+        """Return the process started in advance, or a new one if that is of no use; and start the next spare."""
         spare = self._spare
         assert spare is not None
         self._spare = asyncio.create_task(
@@ -603,9 +603,10 @@ class Exporter:
         )  # before anything is awaited, so that two peers never get the same process
         try:
             found = await spare
-            if found.alive:
+            if not found.outdated and found.alive:
                 return found
-            why = "it has ended"
+            why = "cubroker was upgraded" if found.outdated else "it has ended"
+            await found.kill()
         except CubrokerError as error:
             why = error.message
         log.warning("a process that was started in advance is replaced: %s", why)

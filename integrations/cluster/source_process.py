@@ -45,10 +45,11 @@ class SourceProcess:
     The standard input of the process ends with the exporter.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, code: object) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
+        self._code = code
         self._input = process.stdin
         self._output = process.stdout
 
@@ -60,6 +61,7 @@ class SourceProcess:
             Unavailable: it does not start.
         """
         command = engine_command(module, *arguments)
+        code = code_on_disk()
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -69,7 +71,7 @@ class SourceProcess:
             )
         except OSError as error:  # too few processes, descriptors or memory, as a rule
             raise Unavailable(f"a process for the transfer cannot be started: {reason(error, command[0])}") from None
-        started = cls(process)
+        started = cls(process, code)
         try:
             messages.expect(await started.hear(START), Going)
         except BaseException:
@@ -81,6 +83,11 @@ class SourceProcess:
     def alive(self) -> bool:
         """Whether the process is not known to have ended."""
         return self._process.returncode is None and not self._output.at_eof()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the code on disk was replaced after its start, so that it can import no more of it."""
+        return self._code != code_on_disk()
 
     async def ask(self, request: Serve) -> Reply:
         """Send a request and return the answer; raises ``Unavailable`` if the process ends or is silent."""
@@ -108,6 +115,15 @@ class SourceProcess:
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
+
+
+def code_on_disk() -> object:
+    """Return what differs once the installed code was replaced, or is missing, as by an upgrade in place."""
+    try:
+        found = Path(__file__).stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def main(directory: str) -> None:

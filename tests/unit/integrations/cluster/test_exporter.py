@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from cubroker.client import Broker
-from cubroker.integrations.cluster import exporter, messages
+from cubroker.integrations.cluster import exporter, messages, source_process
 from cubroker.integrations.cluster.connection import HungUp, PeerAddress, PeerConnection, find_folder
 from cubroker.integrations.cluster.messages import (
     CurrentVersion,
@@ -776,6 +776,25 @@ def test_a_process_in_reserve_that_was_killed_is_replaced(
         eventually(lambda: spare not in sources(), "its end")
         assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
     assert "in advance is replaced: " in caplog.text
+
+
+@pytest.mark.slow
+def test_a_process_in_reserve_of_a_release_that_was_replaced_serves_no_peer(
+    directory: Path,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    publish(directory, name)
+    before = {*sources()}
+    with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
+        eventually(lambda: {*sources()} - before, "the process")
+        (spare,) = {*sources()} - before
+        monkeypatch.setattr(source_process, "code_on_disk", lambda: "another release")
+        assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
+        assert spare not in sources()
+    assert "in advance is replaced: cubroker was upgraded" in caplog.text
 
 
 @pytest.mark.slow
