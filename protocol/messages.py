@@ -53,7 +53,9 @@ AUTHENTICATED = 4
 """The first version in which a session's secret does not travel with its requests: :mod:`cubroker.protocol.wire`."""
 
 DIGESTS = 4  #: The first version with :class:`SealDigested` and :class:`ListDigests`.
-TIES = 4  #: The first version in which a tensor of a layout may have several names.
+TIES = 5
+"""The first version whose builds all let a tensor of a layout have several names; the first builds of 4 refuse it."""
+
 IN_PLACE = 5  #: The first version with :class:`SetLayout` and :class:`SealInPlace`.
 LOCKS = 5  #: The first version with :class:`Lock` and :class:`Unlock`.
 ENDS = 5  #: The first version in which :class:`PoolChanged` is also sent when a version that is not current has ended.

@@ -126,6 +126,16 @@ def test_what_a_broker_is_too_old_for_is_unsupported(earlier: tuple[int, Broker]
     broker.retire("m")
 
 
+def test_a_tensor_has_several_names_at_brokers_of_the_versions_that_the_page_says(earlier: tuple[int, Broker]) -> None:
+    version, broker = earlier
+    both = {"one": ARRAYS["weight"], "other": ARRAYS["weight"]}
+    broker.publish("t", both)
+    with broker.attach("t", device=0) as pool:
+        assert (pool["one"].pointer == pool["other"].pointer) == (version >= since("several names of a tensor"))
+        assert pool["one"].tobytes() == pool["other"].tobytes() == ARRAYS["weight"].tobytes()
+    broker.retire("t")
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_broker_serves_clients_of_every_version_beside_each_other(
     newest: BrokerProcess, version: int, monkeypatch: pytest.MonkeyPatch
