@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -12,14 +11,25 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cubroker.client import devices as local
+from cubroker.client.arguments import (
+    Owner,
+    file_mode,
+    flag,
+    seconds,
+    session_number,
+    share_kind,
+    time_limit,
+    uids,
+    version_number,
+)
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.fork_guard import WeakRefs
 from cubroker.client.memory.lease import LeaseHandle, acquire
 from cubroker.client.memory.mapping import LeasedMemory
-from cubroker.client.notices import Count, Watch, time_limit
+from cubroker.client.notices import Count, Watch
 from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
-from cubroker.client.transport.requests import Steps, beside, blocking, expect, flag, seconds, version_number
+from cubroker.client.transport.requests import Steps, beside, blocking, expect
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired, Unsupported
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples
@@ -32,12 +42,6 @@ if TYPE_CHECKING:  # at run time, modules that most readers do not need are impo
     from cubroker.client.synchronization import NameLock
 
 H = TypeVar("H", bound="Pool | NameLock")
-
-Owner = int | str
-"""A user, by number or by name."""
-
-VARIABLE = "CUBROKER_OWNER"
-"""The environment variable that has the default, users separated by commas."""
 
 
 class Broker(Reconnecting):
@@ -201,7 +205,7 @@ class Broker(Reconnecting):
             OverBudget: there is no room on a device.
             OverQuota: this user has used up its quota.
             TimedOut: other writers, or the lack of room, still stood in the way after ``wait`` seconds.
-            Unsupported: no such share kind, or it cannot be durable.
+            Unsupported: a device does not support the share kind, or that cannot be durable.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
         layout, placed = self._lay_out(layout, devices, plan)
@@ -540,7 +544,7 @@ class Broker(Reconnecting):
             Denied: the pool's mode keeps this user from reading it.
         """
         if isinstance(subject, int):
-            body = messages.Tell(None, subject)
+            body = messages.Tell(None, session_number(subject))
         else:
             body = messages.Tell(fields.check_pool_name(subject), 0)
         return (yield from self._session.ask(body, messages.Story)).lines
@@ -642,11 +646,7 @@ class Broker(Reconnecting):
     ) -> messages.Create:
         """Return the request for a draft; or, with ``attach``, for the current version if there is one."""
         name = fields.check_pool_name(name)
-        if mode is not None and (isinstance(mode, bool) or not isinstance(mode, int)):
-            raise Invalid(f"a mode of {mode!r}, which is no whole number; write it in octal, as in 0o640")
-        if mode is not None and not 0 <= mode <= 0o777:
-            raise Invalid(f"a mode of {mode}, which is 0o{mode:o}; write it in octal, as in 0o640, from 0 to 0o777")
-        writable = flag(writable, "writable")
+        share, mode, writable = share_kind(share), file_mode(mode), flag(writable, "writable")
         durable = None if durable is None else flag(durable, "durable")
         if self._session.version < messages.CHOOSES:  # an older broker cannot choose
             durable = bool(durable)
@@ -773,25 +773,3 @@ class Broker(Reconnecting):
         if owners and self._session.version < since:
             raise Unsupported(f"{what} {name!r} of a certain owner: the broker is too old to check it; upgrade it")
         return owners
-
-
-def uids(owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
-    """Return the numbers of users; for None, of the users in the environment. Empty stands for all users.
-
-    Raises:
-        Invalid: there is no such user.
-    """
-    if owner is None:
-        owner = [part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()]
-    return tuple(map(_uid, [owner] if isinstance(owner, int | str) else owner))
-
-
-def _uid(owner: Owner) -> int:
-    if isinstance(owner, str) and not (owner.isascii() and owner.isdecimal()):
-        try:
-            return pwd.getpwnam(owner).pw_uid
-        except (KeyError, ValueError):  # a name with a zero byte is a ValueError
-            raise Invalid(f"this system has no user {owner!r}; write a name that it has, or a number") from None
-    if not 0 <= int(owner) < 1 << 32:
-        raise Invalid(f"no user has the number {owner}")
-    return int(owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import translate
 from itertools import islice
@@ -168,13 +168,14 @@ def chosen(devices: Sequence[DeviceId] | None, plan: Plan | None) -> tuple[Devic
     """
     if devices is None:
         return (0,) if plan is None else tuple(dict.fromkeys(_mapping(plan).values()))
-    if isinstance(devices, str) or not isinstance(devices, Iterable) or not (named := tuple(devices)):
+    if isinstance(devices, str | bytes) or not isinstance(devices, Iterable) or not (named := tuple(devices)):
         raise Invalid(f"{devices!r} is no list of devices to create on; name at least one")  # nor are a UUID's letters
     return named
 
 
 def _mapping(plan: Plan) -> Plan:
-    if not isinstance(plan, Mapping):
+    entries = plan.items() if isinstance(plan, Mapping) else ((None, None),)
+    if not all(isinstance(entry, str) and isinstance(device, Hashable) for entry, device in entries):
         raise Invalid(f"{plan!r} is no plan: pass a mapping of names of tensors, or of patterns, to devices")
     return plan
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 from cubroker.client import digests
+from cubroker.client.arguments import flag
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.devices import context
 from cubroker.client.memory.lease import LeaseHandle
 from cubroker.client.memory.mapping import LeasedMemory, Spot
 from cubroker.client.pool import Pool, Replica
 from cubroker.client.tensor import described
-from cubroker.client.transport.requests import Steps, blocking, expect, flag
+from cubroker.client.transport.requests import Steps, blocking, expect
 from cubroker.driver import Context, Driver
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import ALIGNMENT, BITS, Layout, TensorIndex, TensorSpec
@@ -83,11 +84,15 @@ class Draft(Pool):
         self._memory()
         if self.sealed:
             raise Invalid(f"{self._label} is published already; create a new version instead")
+        if not isinstance(layout, Layout | None):
+            raise Invalid(
+                f"{layout!r:.60} is no layout to seal {self._label} with; pass one, as layout_of() returns it"
+            )
         given = digest if isinstance(digest, Digests) else flag(digest, "digest")
         compute = self._digesting(given) if given else None
         if in_place := flag(in_place, "in_place"):
             self._check_stays()
-        yield from self._set_layout(layout or self.layout)
+        yield from self._set_layout(self.layout if layout is None else layout)
         if in_place:
             return (yield from self._seal_in_place(compute))
         lease = self._lease
@@ -233,7 +238,7 @@ def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArra
     context_of = cache(partial(_context, driver))
     for name, array in source.items():
         if not isinstance(name, str):
-            raise Invalid(f"the name of a tensor has to be a str, and {name!r} is none")
+            raise Invalid(f"the name of a tensor has to be a str, and {name!r} is none; rename it")
         try:
             arrays[str.__str__(name)] = described(array, context_of)  # layouts cannot carry a subclass of str
         except (Invalid, Unsupported) as error:

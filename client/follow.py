@@ -17,8 +17,9 @@ from threading import RLock, Thread
 from typing import NamedTuple
 from weakref import ref
 
+from cubroker.client.arguments import time_limit
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess
-from cubroker.client.notices import News, time_limit
+from cubroker.client.notices import News
 from cubroker.client.session import ClientSession, shortage
 from cubroker.client.transport.connection import Shortage, start_lock, try_memory
 from cubroker.client.transport.handshake import LAST_PAUSE

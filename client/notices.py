@@ -15,10 +15,11 @@ from typing import Protocol
 
 import msgspec
 
+from cubroker.client.arguments import time_limit
 from cubroker.client.cleanup_thread import CleanupThread
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, WeakRefs
 from cubroker.client.transport.fd_receiver import FdReceiver
-from cubroker.client.transport.requests import Future, Requests, Settle, Steps, run, seconds
+from cubroker.client.transport.requests import Future, Requests, Settle, Steps, run
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import Draining, Found, Notice, PoolChanged, PoolLost, Rebound
@@ -77,11 +78,6 @@ class News:
 
 class WatchClosed(Exception):
     """A :class:`Watch` was closed: steps, being generators, may not raise ``StopIteration``."""
-
-
-def time_limit(timeout: float | None) -> float:
-    """Return for how many seconds to wait: infinitely many for None; raises ``Invalid`` if it is out of range."""
-    return inf if timeout is None else seconds(timeout, "timeout")
 
 
 class Watch(NotPicklable, Iterator[int | None], Closeable):

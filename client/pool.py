@@ -8,13 +8,14 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from cubroker.client import devices
+from cubroker.client.arguments import flag, seconds, version_number
 from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
 from cubroker.client.memory.mapping import AllocationHandle, DeviceMapping, LeasedMemory
 from cubroker.client.session import ClientSession
 from cubroker.client.tensor import SharedTensor, stored_from
-from cubroker.client.transport.requests import Steps, blocking, flag, run, seconds, version_number
+from cubroker.client.transport.requests import Steps, blocking, run
 from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported
@@ -184,7 +185,7 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
     def _spec(self, name: str) -> TensorSpec:
         try:
             return self._index.tensors[name]
-        except KeyError:
+        except (KeyError, TypeError):  # the latter of a name that cannot be hashed
             raise UnknownTensor(name, self._index, self._label) from None
 
     def _tensor(self, name: str, dtype: str, shape: tuple[int, ...], allocation: int, offset: int) -> SharedTensor:
@@ -516,10 +517,11 @@ class Pool(Replica, Closeable):
         self._owner.check()
         if self.closed:
             raise Invalid(f"{self._label} is closed in this process; attach again")
+        body = self._attach(self.version, wait)
         if not self.asleep:
             return
         try:
-            yield from LeaseRequest(self._lease).ask(self._attach(self.version, wait))
+            yield from LeaseRequest(self._lease).ask(body)
         except (NotFound, Retired) as error:
             hint = "switch() the pool to another version, or close it and attach again"
             raise type(error)(f"{self._label} cannot wake: {error.message}; {hint}") from None
@@ -563,11 +565,11 @@ class Pool(Replica, Closeable):
     def switching(self, request: LeaseRequest, version: int | None, wait: float) -> Steps[int]:
         """Do as :meth:`switch`; if this raises or is abandoned, the caller has to settle the request."""
         self._owner.check()
-        number = version_number(version)
+        body = self._attach(version_number(version), wait)
         self._check_moves("be switched")
-        if version == self.version and not self.asleep:
-            return version
-        reply, _ = yield from request.ask(self._attach(number, wait))
+        if body.version == self.version and not self.asleep:
+            return self.version
+        reply, _ = yield from request.ask(body)
         return reply.version
 
     def _attach(self, version: int, wait: float) -> messages.Attach:

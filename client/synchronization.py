@@ -19,12 +19,13 @@ from threading import RLock
 from typing import Protocol, TypeVar
 
 from cubroker.client import devices
+from cubroker.client.arguments import seconds, whole
 from cubroker.client.cleanup_thread import Retry
 from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
 from cubroker.client.session import ClientSession, Resource
-from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect, seconds
+from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
 from cubroker.driver import Context, Device, DriverError, Event, Stream
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable
@@ -394,9 +395,9 @@ class SharedEvent(NotPicklable, Closeable):
             DeviceFailure: the driver refused.
         """
         self._owner.check()
-        since = self._seen if after is None else after
-        if not (isinstance(since, int) and 0 <= since <= MAX_EXTENT):
-            raise Invalid(f"cannot wait for a generation after {since!r}: generations are 0 to {MAX_EXTENT}")
+        since = self._seen if after is None else whole(after)
+        if since is None or not 0 <= since <= MAX_EXTENT:
+            raise Invalid(f"cannot wait for a generation after {after!r:.60}: generations are 0 to {MAX_EXTENT}")
         timeout = seconds(timeout, "timeout")
         handle = None if stream is None else _stream(stream)
         if self.closed:

@@ -105,7 +105,7 @@ def written(name: DeviceId) -> str:
         ordinal = getattr(name, "index", None)
         return kind if ordinal is None else f"{kind}:{ordinal}"
     try:
-        return str(index(name))  # type: ignore[arg-type]  # numpy's integers, too
+        return repr(name) if isinstance(name, bool) else str(index(name))  # type: ignore[arg-type]  # numpy's, too
     except TypeError:
         return repr(name)
 

@@ -37,7 +37,9 @@ def check(directory: Path) -> None:
 
 
 def absolute(directory: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a directory that a caller names; raises ``Invalid`` if the name is empty."""
+    """Return the absolute path of a directory that a caller names; raises ``Invalid`` if it is empty, or no path."""
+    if not isinstance(directory, str | os.PathLike):
+        raise Invalid(f"{directory!r:.60} is no directory of a broker; pass its path, as text or as a Path")
     if not os.fspath(directory):  # Path("") is the current folder
         raise Invalid("an empty path as the directory of the broker; has the variable that it comes from a value?")
     return Path(directory).absolute()

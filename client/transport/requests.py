@@ -29,8 +29,7 @@ from msgspec import Struct
 from cubroker.client.fork_guard import NotPicklable, OwnerProcess
 from cubroker.protocol import wire
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, from_code
-from cubroker.protocol.fields import MAX_RECEIVED, MAX_WAIT
-from cubroker.protocol.layout import MAX_EXTENT
+from cubroker.protocol.fields import MAX_RECEIVED
 from cubroker.protocol.messages import Answer, Cancel, Envelope, Failed, Notice, Reply, Request
 from cubroker.protocol.wire import Bearer
 
@@ -449,36 +448,6 @@ class Requests(NotPicklable):
         for _ in received:
             self._received.popleft()
         return data
-
-
-def seconds(limit: float, what: str = "wait", *, zero: bool = True) -> float:
-    """Return a time in seconds as requests carry it; raises ``Invalid`` if it is no number, or out of range."""
-    try:
-        valid = 0 <= limit <= MAX_WAIT and (zero or limit != 0)
-    except TypeError:  # such as None, which other libraries take for no limit
-        valid = False
-    if not valid:
-        raise Invalid(f"a {what} of {limit!r} seconds; it can be {'0' if zero else 'more than 0, up'} to {MAX_WAIT:g}")
-    return float(limit)
-
-
-def version_number(version: int | None) -> int:
-    """Return a version as requests carry it, 0 for the current one; raises ``Invalid`` for any other object."""
-    if version is None:
-        return 0
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise Invalid(f"version {version!r} is no whole number; leave it out for the current one")
-    if not 1 <= version <= MAX_EXTENT:
-        raise Invalid(f"version {version}: versions count from 1 to {MAX_EXTENT}; leave it out for the current one")
-    return version
-
-
-def flag(value: bool, what: str) -> bool:
-    """Return a flag as requests carry it; raises ``Invalid`` unless it equals True or False, as 1 and numpy's do."""
-    of_numpy = type(value).__module__ == "numpy" and type(value).__name__.startswith("bool")
-    if (isinstance(value, int) or of_numpy) and value in (False, True):
-        return bool(value)
-    raise Invalid(f"{what}={value!r:.60} is neither True nor False; pass one of these, or leave it out")
 
 
 def expect(reply: Reply, kind: type[R]) -> R:

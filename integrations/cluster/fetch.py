@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cubroker.client.broker import Owner, uids
+from cubroker.client.arguments import Owner, flag, seconds, uids, version_number
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.handshake import Silent
-from cubroker.client.transport.requests import flag, seconds, version_number
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import (
     OwnHost,

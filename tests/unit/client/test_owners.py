@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.client.broker import Owner, uids
+from cubroker.client.arguments import Owner, uids
 from cubroker.client.loading.loader import load
 from cubroker.protocol.errors import Denied, Invalid, Unsupported
 from tests import checkpoints
