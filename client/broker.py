@@ -757,14 +757,14 @@ class Broker(Reconnecting):
     ) -> messages.Where:
         """Return where to attach; make this process's context there, so that the lease need not wait for it."""
         if flag(peer, "peer") and device is None:
-            raise Invalid(f"attach to {name!r} with peer=True: say with `device` which device shall reach it")
+            raise Invalid(f"attach to {name!r} with peer=True: name the device that is to reach it with `device`")
         uuid = None if device is None else local.context(self.driver, device).device.uuid
         owners = self._owners("attach to", name, owner, messages.OWNED)
         return messages.Where(uuid, local.reachable(self.driver, uuid) if uuid and peer else (), owners)
 
     def _check_unsealed(self, name: str, version: int | None) -> None:
         if version is None:
-            raise Invalid(f"attach to {name!r} with unsealed=True: say with `version` which draft it is")
+            raise Invalid(f"attach to {name!r} with unsealed=True: name the draft by its number with `version`")
         if self._session.version < messages.UNSEALED:
             raise Unsupported(f"attach to a draft of {name!r}: the broker is too old to lend it; wait for its seal")
 

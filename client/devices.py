@@ -155,7 +155,8 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
     if places is None:
         return Placed(uuids, None)
     if unknown := next((uuid for uuid in places.values() if uuid not in uuids), None):
-        raise Invalid(f"the plan places tensors on {label(find(driver, unknown))}, which `devices` does not name")
+        where = label(find(driver, unknown))
+        raise Invalid(f"the plan places tensors on {where}, which `devices` does not name; add it there")
     homes = layout.spread(resolve_plan(places, (tensor.name for tensor in layout.tensors)))
     return Placed(uuids, tuple(map(uuids.index, homes)))
 

@@ -375,7 +375,7 @@ class Pool(Replica, Closeable):
         self._owner.check()
         with ExitStack() as held:
             if not self.sealed:
-                raise Invalid(f"{self._label} was not published, so nothing says what it should hold; seal it first")
+                raise Invalid(f"{self._label} was not published, so there is no digest to compare with; seal it first")
             pieces = self.digest_ranges()
             held.enter_context(self.allocation_views[0].hold())
             if self._session.version < messages.DIGESTS:

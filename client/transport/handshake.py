@@ -142,7 +142,7 @@ def _insist(directory: Path, timeout: float, hello: Hello) -> tuple[socket.socke
                 return _greet(directory, deadline, hello)
     except OSError as error:
         raise _explain(error, directory, timeout) from error
-    raise Silent(f"the broker on {directory} closed the connection without a word; see {_diagnosis(directory)}")
+    raise Silent(f"the broker on {directory} closed the connection without an answer; see {_diagnosis(directory)}")
 
 
 def _greet(directory: Path, deadline: float, hello: Hello) -> tuple[socket.socket, Greeting]:
@@ -239,7 +239,7 @@ def _instead(directory: Path) -> str:
     if directory != SYSTEM and os.access(SYSTEM / SESSION_SOCKET, os.F_OK):
         return f"a socket is on {SYSTEM}: name that by {NAMED}"
     if directory == SYSTEM and os.getuid():
-        return "root starts the host's with `systemctl start cubroker`, and you one of your own with: cubroker serve"
+        return "as root, start the host's with `systemctl start cubroker`; as this user, start one with: cubroker serve"
     start = f"cubroker serve --directory {directory}"
     return f"start one with: {start} (without a GPU: --devices host:2; another place is named by {NAMED})"
 

@@ -199,7 +199,7 @@ def waited(tables: Tables, waiter: Waiter) -> str:
 def no_event(version: Version, name: str) -> str:
     """Say that an event does not exist, and which events do."""
     there = ", ".join(repr(known) for known in islice(version.ipc_events, NEAR_NAMES))
-    return f"{version.label} has no event {name!r}; it has {there or 'none'}; wait for somebody to make it"
+    return f"{version.label} has no event {name!r}; it has {there or 'none'}; wait until another process has made it"
 
 
 def not_recorded(waiter: EventWaiter) -> str:
@@ -253,7 +253,7 @@ def _taken(tables: Tables, session: Session, pool: Pool) -> str:
                 f"the next version of {pool.name} is to be written by {writer.session.label}, which waits for room;"
                 f" wait as well, or use another name"
             )
-    return f"somebody else is writing {pool.name}; wait for the end of that, or use another name"
+    return f"another session is writing {pool.name}; wait until it ends, or use another name"
 
 
 def _no_room(tables: Tables, waiter: CreateWaiter) -> str:

@@ -74,7 +74,7 @@ def test_what_no_device_reaches_is_refused_before_it_is_touched(islands: Path, n
 
 
 def test_a_peer_has_to_be_somebodys(client: Broker, name: str) -> None:
-    with pytest.raises(Invalid, match="say with `device` which device shall reach it"):
+    with pytest.raises(Invalid, match="name the device that is to reach it with `device`"):
         client.attach(name, peer=True)
 
 
@@ -184,7 +184,7 @@ def test_the_first_of_many_spreads_a_pool_and_the_others_get_all_of_it_or_a_shar
         assert (pool.device.index, list(pool)) == (1, ["b", "none"])
     with client.attach_or_create(name, SHARDED, devices=(1, 0)) as pool:  # as attach(device=1)
         assert (pool.device.index, list(pool)) == (1, ["b", "none"])
-    with pytest.raises(Invalid, match="say with `device` which device shall reach it"):
+    with pytest.raises(Invalid, match="name the device that is to reach it with `device`"):
         client.attach_or_create(name, SHARDED, plan=PLAN, peer=True)
     with pytest.raises(Invalid, match="which `devices` does not name"):
         client.attach_or_create(name, SHARDED, plan=PLAN, devices=(0,))

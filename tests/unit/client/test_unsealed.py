@@ -188,7 +188,7 @@ def test_an_update_shows_its_readers_also_what_it_shares_with_its_base(
 
 def test_only_a_named_draft_is_attached_to(client: Broker, name: str) -> None:
     with client.create(name, LAYOUT) as draft:
-        with pytest.raises(Invalid, match="say with `version` which draft"):
+        with pytest.raises(Invalid, match="name the draft by its number with `version`"):
             client.attach(name, unsealed=True)
         with pytest.raises(NotFound, match="is being written by"):
             client.attach(name)

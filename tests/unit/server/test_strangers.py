@@ -211,7 +211,7 @@ def test_the_turn_to_create_a_private_pool_tells_strangers_no_more_than_that_it_
     (heard,) = hears(coming(), STRANGER, make())
     refusal = msgspec.msgpack.decode(heard, type=m.Failed)
     assert refusal.code == "exists"
-    assert refusal.message == "somebody else is writing a; wait for the end of that, or use another name"
+    assert refusal.message == "another session is writing a; wait until it ends, or use another name"
     (told,) = hears(coming(), MATE, make())
     assert b"is to be written by session 1 (pid 101, uid 1001), which waits for room" in told
 

@@ -278,7 +278,7 @@ def impostor(directory: Path, *answers: bytes) -> Iterator[socket.socket]:
     [
         (wire.pack(Refused("unsupported", "versions differ")), Unsupported, "versions differ"),
         (wire.pack(Pong(1, "")), Invalid, "answered the greeting as if it were a ping"),
-        (b"", Unavailable, "without a word"),
+        (b"", Unavailable, "without an answer"),
         (b"nonsense", Invalid, "cannot be read"),
     ],
 )

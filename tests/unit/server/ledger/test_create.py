@@ -456,6 +456,6 @@ def test_who_waits_for_room_for_a_private_pool_is_not_told_to_others(story: Stor
     story.publishes(1, "full", nbytes=10 * MIB)
     story.quietly(creates(1, 1, "a", MIB, mode=0o600, wait=5.0))
     story >> creates(3, 1, "a", MIB)
-    story << refused(3, 1, "exists", "somebody else is writing a")
+    story << refused(3, 1, "exists", "another session is writing a")
     story >> creates(2, 1, "a", MIB)
     story << refused(2, 1, "exists", "the next version of a is to be written by session 1", "which waits for room")
