@@ -10,9 +10,9 @@
 Every method does what the method of that name of the blocking class does, with the same arguments and errors: it runs
 the same steps (:mod:`cubroker.client.transport.requests`). A blocking class that supports ``with`` or ``for`` has a
 class here, of the same name and not to be confused with it, that supports ``async with`` or ``async for``. Only
-``Follow`` has none: it supports ``async for`` itself. The underlying session has its two threads, and a call that waits
-has no thread of its own. Cancelling an ``await`` abandons the request: the broker stops waiting, and a lease that
-arrives nevertheless is given back.
+``Follow`` has none: it supports these itself. The underlying session has its two threads, and a call that waits has no
+thread of its own. Cancelling an ``await`` abandons the request: the broker stops waiting, and a lease that arrives
+nevertheless is given back.
 
 One object serves any number of tasks, and loops in several threads. Work with the devices that the session's threads do
 not do runs in a thread of the loop: connecting, the first use of a device, and the digests of a check. Such a thread

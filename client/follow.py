@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from weakref import ref
 
 from cubroker.client.arguments import time_limit
@@ -45,8 +45,8 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
 
     Iterate with ``for`` or ``async for``. Changes that come faster than they are read are seen as one, and a version
     that is not current any more is not returned: only the last one is. While the pool has no version, or no broker
-    serves, the iteration waits. It ends when :meth:`close` is called, from any thread, or the :class:`Broker` is
-    closed. A Follow that is dropped is closed.
+    serves, the iteration waits. It ends when :meth:`close` is called, from any thread, at the end of ``with`` or
+    ``async with``, or when the :class:`Broker` is closed. A Follow that is dropped is closed.
 
     A broker that is started again with its store keeps its versions, and no version is returned twice. After another
     session was opened (:meth:`Broker.reconnect`), the current version is returned again, even if its number is the
@@ -97,7 +97,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
     def __repr__(self) -> str:
         return f"<Follow of {self.name!r}{', closed' * self._closed}>"
 
-    def __iter__(self) -> Follow:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> int:
@@ -129,7 +129,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
                 raise self._late(limit)
         raise StopIteration
 
-    def __aiter__(self) -> Follow:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> int:
@@ -148,6 +148,12 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
             if not await run_in_loop(self._follower.news.until(self._stirred, deadline - time.monotonic())):
                 raise self._late(limit)
         raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self.__exit__(*raised)
 
     def close(self) -> None:
         """End the iteration in all threads and tasks, without waiting for the follower's thread."""

@@ -101,6 +101,11 @@ def session_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if isinstance(thread, SessionThread)]
 
 
+async def none_follows() -> bool:
+    """Whether no thread of a follow is left."""
+    return all(thread.name != "cubroker-follow" for thread in threading.enumerate())
+
+
 def public(kind: type) -> dict[str, Any]:
     return {name: value for name, value in inspect.getmembers(kind) if not name.startswith("_")}
 
@@ -794,6 +799,21 @@ def test_a_pool_is_followed(client: BlockingBroker, name: str) -> None:
         return seen
 
     assert run(main()) == [1, 2, 2, 2]
+
+
+def test_the_end_of_a_block_ends_a_follow_at_once(client: BlockingBroker, name: str) -> None:
+    publish(client, name)
+
+    async def main() -> None:
+        async with Broker(client.directory) as broker, await broker.attach(name) as pool:
+            async with broker.follow(name) as versions, pool.follow() as newer:
+                assert await anext(versions) == 1
+                waiting = [asyncio.create_task(anext(follow, "over")) for follow in (versions, newer)]
+                await asyncio.sleep(0)
+            assert await asyncio.gather(*waiting) == ["over", "over"]
+            await until(none_follows)
+
+    run(main())
 
 
 def test_a_cancelled_iteration_goes_on_later(client: BlockingBroker, name: str) -> None:
