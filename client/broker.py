@@ -31,7 +31,7 @@ from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
 from cubroker.client.transport.requests import Steps, beside, blocking, expect
 from cubroker.protocol import fields, messages
-from cubroker.protocol.errors import Invalid, Retired, Unsupported
+from cubroker.protocol.errors import Invalid, Retired
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples
 from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
@@ -153,7 +153,9 @@ class Broker(Reconnecting):
         """Do as :meth:`attach`, but open no session: raise ``Unavailable`` if this one is lost."""
         name = fields.check_pool_name(name)
         if unsealed := flag(unsealed, "unsealed"):
-            self._check_unsealed(name, version)
+            if version is None:
+                raise Invalid(f"attach to {name!r} with unsealed=True: name the draft by its number with `version`")
+            self._session.require(messages.UNSEALED, f"attach to a draft of {name!r}", "lend it", "wait for its seal")
         where = self._where(name, device, owner, peer=peer)
         body = messages.Attach(
             name, version_number(version), where.device, seconds(wait), where.peers, where.owners, unsealed
@@ -399,8 +401,7 @@ class Broker(Reconnecting):
         name = fields.check_pool_name(name)
         number, deadline = version_number(version), monotonic() + time_limit(timeout)
         session, changes = self._session, Count(name)
-        if session.version < messages.ENDS:
-            raise Unsupported(f"wait for the end of versions of {name!r}: the broker is too old to tell; upgrade it")
+        session.require(messages.ENDS, f"wait for the end of versions of {name!r}", "tell")
         try:
             yield from session.hear(changes)
             while True:
@@ -477,8 +478,7 @@ class Broker(Reconnecting):
             Unsupported: the broker is too old to have locks.
         """
         name = fields.check_pool_name(name)
-        if self._session.version < messages.LOCKS:
-            raise Unsupported(f"the lock of {name!r}: the broker is too old to have locks; upgrade it")
+        self._session.require(messages.LOCKS, f"the lock of {name!r}", "have locks")
         from cubroker.client.synchronization import obtain_lock
 
         return (yield from self._keep((yield from obtain_lock(self._session, name, seconds(timeout, "timeout")))))
@@ -526,8 +526,7 @@ class Broker(Reconnecting):
             Unsupported: the broker is too old to keep digests.
         """
         name = fields.check_pool_name(name)
-        if self._session.version < messages.DIGESTS:
-            raise Unsupported(f"the digests of {name!r}: the broker is too old to keep any; upgrade it")
+        self._session.require(messages.DIGESTS, f"the digests of {name!r}", "keep any")
         return self._session.ask(messages.ListDigests(name, version_number(version)), messages.DigestList)
 
     @blocking
@@ -678,8 +677,7 @@ class Broker(Reconnecting):
         self, name: str, sources: Sources, base: Pool | int | str, ask: Callable[..., messages.Create], *, digest: bool
     ) -> Publication:
         """Prepare a version that shares unchanged memory with another one; ``ask`` is :meth:`_creation`."""
-        if self._session.version < messages.UPDATES:
-            raise Unsupported(f"an update of {name!r}: the broker is too old to share memory; publish all tensors")
+        self._session.require(messages.UPDATES, f"an update of {name!r}", "share memory", "publish all tensors")
         from cubroker.client.digests import sealed
         from cubroker.client.publish import Publication
 
@@ -762,14 +760,8 @@ class Broker(Reconnecting):
         owners = self._owners("attach to", name, owner, messages.OWNED)
         return messages.Where(uuid, local.reachable(self.driver, uuid) if uuid and peer else (), owners)
 
-    def _check_unsealed(self, name: str, version: int | None) -> None:
-        if version is None:
-            raise Invalid(f"attach to {name!r} with unsealed=True: name the draft by its number with `version`")
-        if self._session.version < messages.UNSEALED:
-            raise Unsupported(f"attach to a draft of {name!r}: the broker is too old to lend it; wait for its seal")
-
     def _owners(self, what: str, name: str, owner: Owner | Sequence[Owner] | None, since: int) -> tuple[int, ...]:
         owners = uids(owner)
-        if owners and self._session.version < since:
-            raise Unsupported(f"{what} {name!r} of a certain owner: the broker is too old to check it; upgrade it")
+        if owners:
+            self._session.require(since, f"{what} {name!r} of a certain owner", "check it")
         return owners

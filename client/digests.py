@@ -64,10 +64,7 @@ def need(session: ClientSession, name: str) -> None:
     Raises:
         Unsupported: the broker is too old; or the devices are emulated, and numpy is not installed.
     """
-    if session.version < DIGESTS:
-        raise Unsupported(
-            f"pool {name!r}: the broker is too old to keep a digest; upgrade it, or publish without a digest"
-        )
+    session.require(DIGESTS, f"pool {name!r}", "keep a digest", "publish without a digest")
     if session.driver.host:
         with _with_numpy(f"pool {name!r}"):
             import numpy as np  # noqa: F401

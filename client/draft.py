@@ -137,8 +137,7 @@ class Draft(Pool):
     def _set_layout(self, layout: Layout) -> Steps[None]:
         if layout == self._told:
             return
-        if self._session.version < IN_PLACE:
-            raise Unsupported(f"{self._label}: the broker is too old to take another layout at the seal; upgrade it")
+        self._session.require(IN_PLACE, self._label, "take another layout at the seal")
         layout.check()
         if layout.allocations != self.layout.allocations:
             why = Layout((), layout.allocations).difference(Layout((), self.layout.allocations))
@@ -148,11 +147,7 @@ class Draft(Pool):
         self._lay_out(self._memory(), TensorIndex(layout))
 
     def _check_stays(self) -> None:
-        if self._session.version < IN_PLACE:
-            raise Unsupported(
-                f"{self._label}: the broker is too old to seal it in place; seal it without in_place, or upgrade the"
-                f" broker"
-            )
+        self._session.require(IN_PLACE, self._label, "seal it in place", "seal it without in_place")
         shards = [number for replica in self.replicas for number in replica.allocations]
         if self.share == MULTICAST or len(set(shards)) < len(shards):
             raise Unsupported(
@@ -189,10 +184,7 @@ class Draft(Pool):
                 f"{self._label} is writable by its readers, so a digest would not tell what it holds; seal it without a"
                 f" digest"
             )
-        if self._session.version < DIGESTS:
-            raise Unsupported(
-                f"{self._label}: the broker is too old to keep a digest; seal without a digest, or upgrade the broker"
-            )
+        self._session.require(DIGESTS, self._label, "keep a digest", "seal without a digest")
         if isinstance(given, Digests):
             return lambda: given
         uuids = [replica.memory_device.uuid for replica in self.replicas]

@@ -24,7 +24,7 @@ from cubroker.client.session import ClientSession, shortage
 from cubroker.client.transport.connection import Shortage, start_lock, try_memory
 from cubroker.client.transport.handshake import LAST_PAUSE
 from cubroker.client.transport.requests import run, run_in_loop
-from cubroker.protocol.errors import CubrokerError, NotFound, Retired, TimedOut, Unavailable, Unsupported
+from cubroker.protocol.errors import CubrokerError, NotFound, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import FINDS, Find, Found, Reply
 
 Pause = Callable[[float], None]
@@ -283,11 +283,11 @@ class Follower:
 
         If owners count, each change causes a request, and an answer that came after a further change does not count.
         """
-        if self._owners and session.version < FINDS:
-            raise Unsupported(f"follow {self._name!r} of a certain owner: the broker is too old; upgrade it")
+        if self._owners:
+            session.require(FINDS, f"follow {self._name!r} of a certain owner", "check it")
         ear = Ear(self._name, self._inbox)
         number, heard, asked, asking = self.told.session + 1, 0, 0, False
-        session.watches.add(ear, ear.settle)
+        session.watches.add(ear, ear.tell)
         try:
             while True:
                 match self._next(ear):
@@ -306,7 +306,7 @@ class Follower:
                         return self.told.session == number
                 if self._owners and heard != asked and not asking:
                     asked, asking = heard, True
-                    session.requests.send(Find(self._name, self._owners), ear.settle)
+                    session.requests.send(Find(self._name, self._owners), ear.tell)
         finally:
             session.watches.remove(ear)
 
@@ -342,17 +342,11 @@ class Ear:
         self.name = name
         self._inbox = inbox
 
-    def tell(self, version: int) -> None:
-        """See :meth:`cubroker.client.notices.Watcher.tell`."""
-        self._inbox.put((self, version))
+    def tell(self, news: int | Reply | CubrokerError) -> None:
+        """Put the version of a notice, the answer to a request, or an error into the inbox."""
+        self._inbox.put((self, news))
 
-    def fail(self, error: CubrokerError) -> None:
-        """See :meth:`cubroker.client.notices.Watcher.fail`."""
-        self._inbox.put((self, error))
-
-    def settle(self, answer: Reply | CubrokerError) -> None:
-        """Put the answer to a request into the inbox."""
-        self._inbox.put((self, answer))
+    fail = tell
 
 
 class _Ended(Exception):

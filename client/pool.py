@@ -378,8 +378,7 @@ class Pool(Replica, Closeable):
                 raise Invalid(f"{self._label} was not published, so there is no digest to compare with; seal it first")
             pieces = self.digest_ranges()
             held.enter_context(self.allocation_views[0].hold())
-            if self._session.version < messages.DIGESTS:
-                raise Unsupported(f"{self._label} cannot be checked: the broker is too old to keep digests; upgrade it")
+            self._session.require(messages.DIGESTS, f"a check of {self._label}", "keep digests")
             answer = yield from self._session.ask(messages.ListDigests(self.name, self.version), messages.DigestList)
             from cubroker.client import digests
 

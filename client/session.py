@@ -38,7 +38,7 @@ from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import greet, until_served
 from cubroker.client.transport.requests import Future, Requests, Steps, expect, run
 from cubroker.driver import Driver
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, explain
+from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, Unsupported, explain
 from cubroker.protocol.messages import Done, Find, Found, Reply, Request
 from cubroker.protocol.paths import absolute, find_directory
 from cubroker.protocol.wire import authentication
@@ -233,6 +233,12 @@ class ClientSession:
             raise Unavailable(f"{self.lost}; Broker.reconnect() opens another session when a broker serves again")
         if self.closed or self._leaving:
             raise Unavailable("this Broker is closed; open another")
+
+    def require(self, since: int, asked: str, what: str, instead: str = "") -> None:
+        """Raise ``Unsupported`` if the broker is too old to do ``what``, which protocol version ``since`` has."""
+        if self.version < since:
+            todo = f"upgrade it, or {instead}" if instead else "upgrade it"
+            raise Unsupported(f"{asked}: the broker is too old to {what}; {todo}")
 
     def check_may_wait(self) -> None:
         """Raise ``Unavailable`` if a finalizer or a signal handler would wait for itself.

@@ -25,7 +25,7 @@ from cubroker.client.transport.connection import Shortage
 from cubroker.client.transport.requests import Future
 from cubroker.protocol import wire
 from cubroker.protocol.errors import Invalid, OverQuota, TimedOut, Unavailable, Unsupported
-from cubroker.protocol.messages import FINDS, Found, Welcome
+from cubroker.protocol.messages import Found, Welcome
 from cubroker.protocol.paths import SESSION_SOCKET
 from tests.brokers import PATIENCE, BrokerProcess, eventually
 from tests.faults import fail_nth
@@ -339,7 +339,7 @@ def test_an_answer_about_the_owner_that_a_change_has_overtaken_does_not_count() 
     asked: SimpleQueue[Callable[[object], None]] = SimpleQueue()
     ears: SimpleQueue[follow_module.Ear] = SimpleQueue()
     session: Any = SimpleNamespace(
-        version=FINDS,
+        require=lambda *_: None,
         lost="",
         watches=SimpleNamespace(add=lambda ear, settle: ears.put(ear), remove=lambda ear: None),
         requests=SimpleNamespace(send=lambda body, settle: asked.put(settle)),
