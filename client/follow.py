@@ -203,8 +203,7 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
     def _stirred(self) -> bool:
         """Whether there is something to return or to raise."""
         told = self._follower.told
-        fresh = told.version and told != self._seen and self._wanted(told.version)
-        return self._closed or self._follower.news.failed or bool(fresh)
+        return self._closed or bool(told.version and told != self._seen and self._wanted(told.version))
 
     def _late(self, limit: float) -> TimedOut:
         why = self._follower.missing
