@@ -10,7 +10,7 @@ from cubroker.client.arguments import flag
 from cubroker.client.arrays import DeviceArray, HostArray
 from cubroker.client.devices import context
 from cubroker.client.memory.lease import LeaseHandle
-from cubroker.client.memory.mapping import LeasedMemory, Spot
+from cubroker.client.memory.mapping import MAX_NAMED, LeasedMemory, Spot
 from cubroker.client.pool import Pool, Replica
 from cubroker.client.tensor import described
 from cubroker.client.transport.requests import Steps, blocking, expect
@@ -18,9 +18,6 @@ from cubroker.driver import Context, Driver
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import ALIGNMENT, BITS, Layout, TensorIndex, TensorSpec
 from cubroker.protocol.messages import DIGESTS, IN_PLACE, MULTICAST, Digests, Done, Sealed, SealInPlace, SetLayout
-
-MAX_NAMED = 8
-"""Tensors that a message names."""
 
 Arrays = Mapping[str, HostArray | DeviceArray]
 """Arrays by name."""
@@ -102,8 +99,7 @@ class Draft(Pool):
                 self._session.check_confirms()
                 seal = partial(lease.seal_digested, compute, partial(mapped.take_back, why))
             if in_use := mapped.end(seal, why):
-                names = ", ".join(in_use[:8]) + (f" and {len(in_use) - 8} more" if len(in_use) > 8 else "")
-                raise Invalid(f"{self._label} is still in use: {names}; drop the arrays made from it, then seal")
+                raise Invalid(f"{self._label} is still in use: {in_use}; drop the arrays made from it, then seal")
         if compute:
             yield from lease.digested()
         self._drop()

@@ -487,9 +487,8 @@ class Pool(Replica, Closeable):
         self._owner.check()
         with self._closing:
             mapped = self._check_moves("sleep")
-            if in_use := mapped.sleep():
-                names = ", ".join(in_use[:8])
-                raise Invalid(f"{self._label} cannot sleep while tensors of it are copied or held: {names}")
+            if held := mapped.sleep():
+                raise Invalid(f"{self._label} cannot sleep while tensors of it are copied or held: {held}")
             slept = self._lease.sleep()
             self._end_events("fell asleep")
         with suppress(Unavailable):  # a broker that is gone holds no leases

@@ -25,6 +25,9 @@ from cubroker.protocol.messages import BY_DESCRIPTOR, Attached, ReplicaHandles
 
 log = logging.getLogger(__name__)
 
+MAX_NAMED = 8
+"""Tensors that a message names."""
+
 Source = int | bytes
 """What opens memory that is then mapped at reserved addresses: a descriptor, or a fabric handle."""
 
@@ -177,13 +180,13 @@ class LeasedMemory:
                 raise
         return use
 
-    def sleep(self) -> tuple[str, ...]:
+    def sleep(self) -> str:
         """Set ``asleep``, which refuses every use, unless tensors are held; returns the names of held tensors."""
         with self._lock:
-            names = tuple(sorted({use.name for use in self._uses if use.held}))
-            if not names:
+            held = self._in_use(held=True)
+            if not held:
                 self.asleep = True
-        return names
+        return held
 
     @contextmanager
     def switching(self) -> Iterator[None]:
@@ -194,8 +197,7 @@ class LeasedMemory:
         """
         self._switching = True
         try:
-            if names := sorted({use.name for use in self._uses if use.held}):
-                held = ", ".join(names[:8])
+            if held := self._in_use(held=True):
                 raise Invalid(f"{self.label} cannot be switched while tensors of it are copied or held: {held}")
             yield
         finally:
@@ -212,10 +214,9 @@ class LeasedMemory:
             if self.readonly:
                 raise Invalid(f"{self.label} is being sealed in another thread, or was sealed in place")
             self.readonly = True
-            names = sorted({use.name for use in self._uses if use.held})
-            if names:
+            if held := self._in_use(held=True):
                 self.readonly = False
-                raise Invalid(f"{self.label} cannot be sealed while tensors of it are copied or held: {names[0]}")
+                raise Invalid(f"{self.label} cannot be sealed while tensors of it are copied or held: {held}")
 
     def end_publication(self, label: str = "", *, readonly: bool) -> None:
         """Note whether the memory may be written from now on, and its new ``label``, if it has another one."""
@@ -227,7 +228,7 @@ class LeasedMemory:
         held = [use for use in self._uses if use.held]
         return min(held, key=lambda use: use.storing, default=None)
 
-    def end(self, finish: Callable[[], None] | None = None, why: object = None) -> tuple[str, ...]:
+    def end(self, finish: Callable[[], None] | None = None, why: object = None) -> str:
         """Unmap now, even if objects refer to this one, unless tensors are in use outside; returns their names.
 
         Args:
@@ -235,7 +236,7 @@ class LeasedMemory:
             why: the reason that :meth:`take_back` can remove again.
         """
         with self._lock:
-            names = tuple(sorted({use.name for use in self._uses}))
+            names = self._in_use()
             if not names:
                 self._ends.add(why)
                 (finish or self._finish)()
@@ -244,6 +245,12 @@ class LeasedMemory:
     def take_back(self, why: object) -> None:
         """Allow uses again, unless the memory has ended for another reason than ``why``. On the cleanup thread."""
         self._ends.discard(why)
+
+    def _in_use(self, *, held: bool = False) -> str:
+        """Name the tensors that are in use outside, or only those that are held: the first few, for a message."""
+        names = sorted({use.name for use in self._uses if use.held or not held})
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return ", ".join(names[:MAX_NAMED]) + more
 
 
 class TensorUse:
