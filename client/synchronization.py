@@ -25,7 +25,7 @@ from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
 from cubroker.client.session import ClientSession, Resource
-from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect
+from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect, failure
 from cubroker.driver import Context, Device, DriverError, Event, Stream
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable
@@ -98,8 +98,7 @@ class LockHandle(Resource[LockRef]):
             self._number = reply.lock
             self._guarded(LockRef, self._release)
         else:
-            strange = Unavailable(f"the broker answered the request Lock with {type(reply).__name__}")
-            self.fail(reply if isinstance(reply, CubrokerError) else strange)
+            self.fail(failure(reply, Locked))
             self._forget()
 
     def _forget(self) -> None:
@@ -258,8 +257,7 @@ class OwnedEvent(EventHandle):
             self._number = reply.event
             self._session.cleanup.put(self._hand_over)
         else:
-            strange = Unavailable(f"the broker answered the request ShareEvent with {type(reply).__name__}")
-            self._refuse(reply if isinstance(reply, CubrokerError) else strange)
+            self._refuse(failure(reply, EventShared))
 
     def _end(self) -> None:
         if self._number:

@@ -27,7 +27,7 @@ from cubroker.client.cleanup_thread import Guard, Retry
 from cubroker.client.memory.mapping import AddressSpace, LeasedMemory, Source
 from cubroker.client.session import Asked, ClientSession, Holding
 from cubroker.client.transport import fd_receiver
-from cubroker.client.transport.requests import Future, Pending, Steps
+from cubroker.client.transport.requests import Future, Pending, Steps, failure
 from cubroker.driver import CurrentContext, DriverError
 from cubroker.driver.vmm import HalfReplaced, import_refused, unmap
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, OutOfMemory, Unavailable, Unsupported
@@ -494,9 +494,8 @@ class LeaseRequest(Asked[Granted]):
 
     def _answered(self, reply: Reply | CubrokerError) -> None:
         if not isinstance(reply, Attached | Created):
-            strange = Unavailable(f"the broker answered a request for a lease with {type(reply).__name__}")
             self.lease.refused()
-            self.fail(reply if isinstance(reply, CubrokerError) else strange)
+            self.fail(failure(reply, Attached))
             return self._session.forget(self)
         try:
             handles = fd_receiver.fabric(reply)

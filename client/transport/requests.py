@@ -453,8 +453,15 @@ class Requests(NotPicklable):
 def expect(reply: Reply, kind: type[R]) -> R:
     """Return ``reply``, which the protocol says is a ``kind``."""
     if not isinstance(reply, kind):
-        raise Unavailable(f"the broker answered with {type(reply).__name__} instead of {kind.__name__}")
+        raise failure(reply, kind)
     return reply
+
+
+def failure(reply: Reply | CubrokerError, kind: type[object]) -> CubrokerError:
+    """Return the error that came in place of a ``kind``, or one that says which other reply came."""
+    if isinstance(reply, CubrokerError):
+        return reply
+    return Unavailable(f"the broker answered with {type(reply).__name__} instead of {kind.__name__}")
 
 
 class _Kind(Struct, array_like=True):

@@ -103,7 +103,7 @@ def test_arguments_and_old_brokers_are_refused(client: Broker, name: str, monkey
 
 def test_an_answer_that_is_none_is_an_error(client: Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client.requests, "post", lambda _, pending: pending.end(messages.Done()))
-    with pytest.raises(Unavailable, match="answered the request Lock with Done"):
+    with pytest.raises(Unavailable, match="answered with Done instead of Locked"):
         client.lock(name)
 
 
@@ -666,7 +666,7 @@ def test_an_event_that_nobody_waits_for_any_more_is_not_made(
     with monkeypatch.context() as patch:
         patch.setattr(session.requests, "send", lambda body, settle: settle(Done()))
         session.cleanup.put(strange.begin)
-        with pytest.raises(Unavailable, match="answered the request ShareEvent with Done"):
+        with pytest.raises(Unavailable, match="answered with Done instead of EventShared"):
             future.result(60)
 
 
