@@ -204,9 +204,9 @@ class LeaseHandle(Holding):
         else:
             assert self._layout is not None
             readonly, layout, own, near = False, self._layout, reply.replicas, None
-        self._space = AddressSpace(readonly=readonly, thread=thread)
+        self._space = AddressSpace(self.session.driver, readonly=readonly, thread=thread)
         with self._space.all_or_none():
-            places = self._space.open(self.session.driver, own, layout.allocations, given, near)
+            places = self._space.open(own, layout.allocations, given, near)
             memory = LeasedMemory(label_of(reply), places, reply.share, readonly=readonly, finish=self.end)
             if reply.team:
                 from cubroker.client.memory.multicast import MulticastMapping

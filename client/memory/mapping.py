@@ -271,24 +271,19 @@ class TensorUse:
 class AddressSpace:
     """The mappings of one lease. Sleeping memory keeps its addresses, and is mapped there again."""
 
-    def __init__(self, *, readonly: bool, thread: CurrentContext | None) -> None:
+    def __init__(self, driver: Driver, *, readonly: bool, thread: CurrentContext | None) -> None:
+        self._driver = driver
         self._readonly = readonly  # as far as the driver can map so
         self._thread = thread  # the context that the caller's thread works in, if any
         #: What is mapped, in order: for a legacy handle its context and address, else a reservation, which can sleep.
         self._opened: list[tuple[Context, int] | Reservation] = []
 
     def open(
-        self,
-        driver: Driver,
-        replicas: Sequence[ReplicaHandles],
-        sizes: Sequence[int],
-        sources: Sequence[Source],
-        accessor: str | None,
+        self, replicas: Sequence[ReplicaHandles], sizes: Sequence[int], sources: Sequence[Source], accessor: str | None
     ) -> tuple[DeviceMapping, ...]:
         """Map the allocations of every replica of a lease. If this fails, :meth:`close` unmaps what was mapped.
 
         Args:
-            driver: this process's.
             replicas: those of the lease.
             sizes: bytes of every allocation of the layout.
             sources: what opens each of the allocations, in the order of the handles; empty if legacy handles do.
@@ -299,9 +294,9 @@ class AddressSpace:
         for replica in replicas:
             given = tuple(next(left) if sources and handle else None for handle in replica.handles)
             pieces = tuple(zip(replica.handles, sizes, given, strict=True))
-            places.append(self._replica(driver, replica.device, pieces, accessor))
+            places.append(self._replica(replica.device, pieces, accessor))
             if len(places) > 1 and not self._readonly:
-                places[-1].upstream = self._upstream(driver, places[-1], places[-2], before)
+                places[-1].upstream = self._upstream(places[-1], places[-2], before)
             before = pieces
         return tuple(places)
 
@@ -310,17 +305,12 @@ class AddressSpace:
         self._opened.append(reservation)
 
     def reach(
-        self,
-        driver: Driver,
-        home: DeviceMapping,
-        replica: ReplicaHandles,
-        sources: Sequence[Source],
-        sizes: Sequence[int],
+        self, home: DeviceMapping, replica: ReplicaHandles, sources: Sequence[Source], sizes: Sequence[int]
     ) -> DeviceMapping:
         """Map another replica for the device of ``home`` if that reaches its memory, else for its own device."""
-        near = driver.peers.can_access(home.memory.index, devices.find(driver, replica.device).index)
+        near = self._driver.peers.can_access(home.memory.index, devices.find(self._driver, replica.device).index)
         pieces = tuple(zip(replica.handles, sizes, sources, strict=True))
-        return self._replica(driver, replica.device, pieces, home.memory.uuid if near else None)
+        return self._replica(replica.device, pieces, home.memory.uuid if near else None)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -423,17 +413,15 @@ class AddressSpace:
     def _reservations(self) -> list[Reservation]:
         return [each for each in self._opened if isinstance(each, Reservation)]
 
-    def _replica(self, driver: Driver, device: str, pieces: Sequence[Piece], accessor: str | None) -> DeviceMapping:
-        context = devices.context(driver, accessor or device)
-        memory = devices.find(driver, device)
-        granule = _granule(driver, memory, pieces)
+    def _replica(self, device: str, pieces: Sequence[Piece], accessor: str | None) -> DeviceMapping:
+        context = devices.context(self._driver, accessor or device)
+        memory = devices.find(self._driver, device)
+        granule = self._granule(memory, pieces)
         pointers = tuple(self._piece(context, piece, granule, readonly=self._readonly) for piece in pieces)
         handles = tuple(handle if source is None and handle else None for handle, _, source in pieces)
         return DeviceMapping(context, memory, pointers, handles)
 
-    def _upstream(
-        self, driver: Driver, place: DeviceMapping, before: DeviceMapping, pieces: Sequence[Piece]
-    ) -> tuple[int, ...] | None:
+    def _upstream(self, place: DeviceMapping, before: DeviceMapping, pieces: Sequence[Piece]) -> tuple[int, ...] | None:
         """Return where a replica's device reads the one before it; None if it has to be filled in another way.
 
         The replica before it is mapped once more, for this device: from the mapping of another device, the driver
@@ -442,9 +430,9 @@ class AddressSpace:
         if None in before.pointers:  # a shard
             return None
         try:
-            if not driver.peers.can_access(place.memory.index, before.memory.index):
+            if not self._driver.peers.can_access(place.memory.index, before.memory.index):
                 return None
-            granule = _granule(driver, before.memory, pieces)
+            granule = self._granule(before.memory, pieces)
             pointers = (self._piece(place.context, piece, granule, readonly=True) for piece in pieces)
             return tuple(pointer for pointer in pointers if pointer is not None)
         except DriverError as error:
@@ -466,6 +454,5 @@ class AddressSpace:
         self._opened.append((context, pointer))
         return pointer
 
-
-def _granule(driver: Driver, memory: Device, pieces: Sequence[Piece]) -> int:
-    return driver.granularity(memory.index) if any(source is not None for _, _, source in pieces) else 1
+    def _granule(self, memory: Device, pieces: Sequence[Piece]) -> int:
+        return self._driver.granularity(memory.index) if any(source is not None for *_, source in pieces) else 1

@@ -218,7 +218,7 @@ class MulticastMapping:
         self._version = version
         self._sizes = tuple(sizes)
         #: The mappings of this object; legacy handles open none of them.
-        self.space = AddressSpace(readonly=False, thread=None)
+        self.space = AddressSpace(session.driver, readonly=False, thread=None)
         self._bound = self.team  # what the outlet was made for
         self._news: tuple[Rebound, Sequence[int] | CubrokerError] | None = None
         self._unbound: Unbound | None = None
@@ -556,7 +556,7 @@ class MulticastMapping:
             left = iter(offer.sources)
             pairs = [(replica, tuple(islice(left, len(replica.handles)))) for replica in offer.others]
             with self.space.all_or_none():
-                rest = [self.space.reach(self._session.driver, home, *pair, self._sizes) for pair in pairs]
+                rest = [self.space.reach(home, *pair, self._sizes) for pair in pairs]
         return Copies(home, rest)
 
 

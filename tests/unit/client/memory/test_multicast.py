@@ -51,7 +51,7 @@ NEWS = Rebound(0, (), TEAM)
 def mapping(window: LateWindow) -> tuple[MulticastMapping, LeasedMemory, Windows]:
     """What a lease without any memory has mapped, which stores through a window."""
     receiver = SimpleNamespace(later=lambda lease, notice: False, close=lambda given: None)
-    session: Any = SimpleNamespace(receiver=receiver, losses={}, timeout=0.0, check_may_wait=lambda: None)
+    session: Any = SimpleNamespace(receiver=receiver, losses={}, timeout=0.0, check_may_wait=lambda: None, driver=None)
     memory = LeasedMemory("pool 'p' version 1", (), "multicast", readonly=False, finish=lambda: None)
     multicast = MulticastMapping(session, memory, ("p", 1), ())
     multicast.outlet = windows = Windows(cast(Context, None), [cast(Window, window)])
