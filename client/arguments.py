@@ -20,6 +20,9 @@ from cubroker.protocol.messages import AUTO, SHARES
 Owner = int | str
 """A user, by number or by name."""
 
+Owners = Owner | Sequence[Owner] | None
+"""Users; None for those of the environment."""
+
 VARIABLE = "CUBROKER_OWNER"
 """The environment variable that has the default, users separated by commas."""
 
@@ -97,7 +100,7 @@ def file_mode(mode: int | None) -> int | None:
     return number
 
 
-def uids(owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+def uids(owner: Owners) -> tuple[int, ...]:
     """Return the numbers of users; for None, of the users in the environment. Empty stands for all users."""
     if owner is None:
         owner = [part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()]

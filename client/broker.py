@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.arguments import (
-    Owner,
+    Owners,
     file_mode,
     flag,
     seconds,
@@ -24,8 +24,7 @@ from cubroker.client.arguments import (
 )
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.fork_guard import WeakRefs
-from cubroker.client.memory.lease import LeaseHandle, acquire
-from cubroker.client.memory.mapping import LeasedMemory
+from cubroker.client.memory.lease import acquire
 from cubroker.client.notices import Count, Watch
 from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
@@ -96,7 +95,7 @@ class Broker(Reconnecting):
         device: DeviceId | None = None,
         wait: float = 0.0,
         peer: bool = False,
-        owner: Owner | Sequence[Owner] | None = None,
+        owner: Owners = None,
         unsealed: bool = False,
     ) -> Steps[Pool]:
         """Lease a published version and map its memory: one round trip, one driver call per allocation.
@@ -147,7 +146,7 @@ class Broker(Reconnecting):
         device: DeviceId | None = None,
         wait: float = 0.0,
         peer: bool = False,
-        owner: Owner | Sequence[Owner] | None = None,
+        owner: Owners = None,
         unsealed: bool = False,
     ) -> Steps[Pool]:
         """Do as :meth:`attach`, but open no session: raise ``Unavailable`` if this one is lost."""
@@ -161,8 +160,10 @@ class Broker(Reconnecting):
             name, version_number(version), where.device, seconds(wait), where.peers, where.owners, unsealed
         )
         lease, reply, mapped = yield from acquire(self._session, body)
-        pool = self._attached(lease, expect(reply, messages.Attached), mapped, where.owners, unsealed=unsealed)
-        return (yield from pool)
+        reply = expect(reply, messages.Attached)
+        index = TensorIndex.decode(reply.layout)
+        pool = Pool(lease, mapped, index, reply.name, where.owners, unsealed=unsealed)
+        return (yield from self._keep(pool))
 
     @blocking
     def create(
@@ -229,7 +230,7 @@ class Broker(Reconnecting):
         writable: bool = False,
         durable: bool | None = None,
         peer: bool = False,
-        owner: Owner | Sequence[Owner] | None = None,
+        owner: Owners = None,
     ) -> Steps[Pool | Draft]:
         """Attach to the current version, or become its writer: the first of many gets the draft, the rest wait for it.
 
@@ -357,9 +358,7 @@ class Broker(Reconnecting):
         return self._session.ask(messages.Retire(name, version_number(version)), messages.Retirement)
 
     @blocking
-    def watch(
-        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
-    ) -> Steps[Watch]:
+    def watch(self, name: str, *, owner: Owners = None, timeout: float | None = None) -> Steps[Watch]:
         """Return an iterator over the pool's current version (None without one), now and after every change; close it.
 
         Args:
@@ -424,9 +423,7 @@ class Broker(Reconnecting):
             return True
         return False  # it is current, or a draft
 
-    def follow(
-        self, name: str, *, owner: Owner | Sequence[Owner] | None = None, timeout: float | None = None
-    ) -> Follow:
+    def follow(self, name: str, *, owner: Owners = None, timeout: float | None = None) -> Follow:
         """Return an iterator, also an asynchronous one, over the pool's current version, now and after every change.
 
         The iterator outlives brokers: if this session is :attr:`lost`, it reopens this ``Broker`` when a broker serves
@@ -659,7 +656,8 @@ class Broker(Reconnecting):
             lambda: [local.context(self.driver, device) for device in body.devices],
         )
         if body.attach and isinstance(reply, messages.Attached):
-            return (yield from self._attached(lease, reply, mapped, body.attach.owners))
+            pool = Pool(lease, mapped, TensorIndex.decode(reply.layout), reply.name, body.attach.owners)
+            return (yield from self._keep(pool))
         from cubroker.client.draft import Draft
 
         created = expect(reply, messages.Created)
@@ -729,18 +727,6 @@ class Broker(Reconnecting):
                 undo.callback(pool._memory().end)  # even if the traceback of an error refers to tensors of it
                 return pool, info, homes
 
-    def _attached(
-        self,
-        lease: LeaseHandle,
-        reply: messages.Attached,
-        mapped: LeasedMemory,
-        owners: tuple[int, ...],
-        *,
-        unsealed: bool = False,
-    ) -> Steps[Pool]:
-        index = TensorIndex.decode(reply.layout)
-        return self._keep(Pool(lease, mapped, index, reply.name, owners, unsealed=unsealed))
-
     def _keep(self, held: H) -> Steps[H]:
         """Note a pool or a lock for :meth:`close`; close it if another thread has called that since the request."""
         self._held.add(held)
@@ -750,9 +736,7 @@ class Broker(Reconnecting):
         self._check_open()
         return held
 
-    def _where(
-        self, name: str, device: DeviceId | None, owner: Owner | Sequence[Owner] | None, *, peer: bool
-    ) -> messages.Where:
+    def _where(self, name: str, device: DeviceId | None, owner: Owners, *, peer: bool) -> messages.Where:
         """Return where to attach; make this process's context there, so that the lease need not wait for it."""
         if flag(peer, "peer") and device is None:
             raise Invalid(f"attach to {name!r} with peer=True: name the device that is to reach it with `device`")
@@ -760,7 +744,7 @@ class Broker(Reconnecting):
         owners = self._owners("attach to", name, owner, messages.OWNED)
         return messages.Where(uuid, local.reachable(self.driver, uuid) if uuid and peer else (), owners)
 
-    def _owners(self, what: str, name: str, owner: Owner | Sequence[Owner] | None, since: int) -> tuple[int, ...]:
+    def _owners(self, what: str, name: str, owner: Owners, since: int) -> tuple[int, ...]:
         owners = uids(owner)
         if owners:
             self._session.require(since, f"{what} {name!r} of a certain owner", "check it")
