@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pickle import PickleBuffer
 from types import ModuleType
@@ -94,7 +94,13 @@ class DeviceArray(msgspec.Struct, frozen=True):
         return None if self.copies else self.contiguous()[0]
 
 
-def source_of(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
+Array = HostArray | DeviceArray
+
+Arrays = Mapping[str, Array]
+"""Arrays by name."""
+
+
+def source_of(array: Any, context_of: ContextOf) -> Array:
     """Describe an array. Work that makes its elements may still run: in this thread's current stream, or before that.
 
     Raises:
@@ -147,7 +153,7 @@ def _is_torch(array: object) -> bool:
     return isinstance(array, getattr(torch, "Tensor", ()))
 
 
-def _from_torch(tensor: torch.Tensor, context_of: ContextOf) -> HostArray | DeviceArray:
+def _from_torch(tensor: torch.Tensor, context_of: ContextOf) -> Array:
     """Describe a torch tensor; raises ``BufferError`` unless it is dense and has memory."""
     import torch
 
@@ -212,7 +218,7 @@ def _is_on_gpu(array: Any) -> bool:
     return hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] in _ON_GPU
 
 
-def _from_dlpack(array: Any, context_of: ContextOf) -> HostArray | DeviceArray:
+def _from_dlpack(array: Any, context_of: ContextOf) -> Array:
     """Describe an array of a library that has DLPack.
 
     The library has a stream of ours wait for the work that makes the elements, as the array API's ``__dlpack__`` says.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cubroker.client.arrays import DeviceArray, HostArray, batches
+from cubroker.client.arrays import Array, Arrays, DeviceArray, HostArray, batches
 from cubroker.client.tensor import SharedTensor
 from cubroker.driver import Context
 from cubroker.driver.buffers import address, differ
@@ -226,9 +226,7 @@ class _Made:
 # -- comparing -----------------------------------------------------------------------------------------
 
 
-def differing(
-    arrays: Mapping[str, HostArray | DeviceArray], base: Mapping[str, SharedTensor]
-) -> dict[str, HostArray | DeviceArray]:
+def differing(arrays: Arrays, base: Mapping[str, SharedTensor]) -> dict[str, Array]:
     """Return the arrays that differ from the base's tensors of the same names, or that the base lacks.
 
     An array at the address of the base's tensor is that tensor. Other arrays on its device are compared by the device,
@@ -240,7 +238,7 @@ def differing(
         DriverError: the driver refused.
         Invalid: the base, or a source, was given back during the call.
     """
-    found: dict[str, HostArray | DeviceArray] = {}
+    found: dict[str, Array] = {}
     near: dict[str, tuple[DeviceArray, SharedTensor]] = {}
     for name, array in arrays.items():
         tensor = base.get(name)
@@ -258,7 +256,7 @@ def differing(
     return {name: arrays[name] for name in arrays if name in found}
 
 
-def _is_at(array: HostArray | DeviceArray, tensor: SharedTensor) -> bool:
+def _is_at(array: Array, tensor: SharedTensor) -> bool:
     """Whether an array is a tensor of the base itself, by its address."""
     return array.pointer == tensor.pointer and (isinstance(array, DeviceArray) or tensor.context.host)
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from cubroker.client import digests
 from cubroker.client.arguments import flag
-from cubroker.client.arrays import DeviceArray, HostArray
+from cubroker.client.arrays import Array, Arrays
 from cubroker.client.devices import context
 from cubroker.client.memory.lease import LeaseHandle
 from cubroker.client.memory.mapping import MAX_NAMED, LeasedMemory, Spot
@@ -18,9 +18,6 @@ from cubroker.driver import Context, Driver
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import ALIGNMENT, BITS, Layout, TensorIndex, TensorSpec
 from cubroker.protocol.messages import DIGESTS, IN_PLACE, MULTICAST, Digests, Done, Sealed, SealInPlace, SetLayout
-
-Arrays = Mapping[str, HostArray | DeviceArray]
-"""Arrays by name."""
 
 
 class Draft(Pool):
@@ -202,7 +199,7 @@ class Draft(Pool):
 # -- arrays by name ------------------------------------------------------------------------------------
 
 
-def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArray]:
+def describe(source: object, driver: Driver) -> dict[str, Array]:
     """Describe the arrays that are to be published.
 
     Args:
@@ -222,7 +219,7 @@ def describe(source: object, driver: Driver) -> dict[str, HostArray | DeviceArra
         )
     if not source:
         raise Invalid("there is nothing to publish: the mapping, or the state_dict, has no tensor")
-    arrays: dict[str, HostArray | DeviceArray] = {}
+    arrays: dict[str, Array] = {}
     context_of = cache(partial(_context, driver))
     for name, array in source.items():
         if not isinstance(name, str):
@@ -278,7 +275,7 @@ def find_in(memory: Replica, arrays: Arrays) -> tuple[dict[str, TensorSpec], dic
     return specs, elsewhere
 
 
-def _placed(name: str, array: HostArray | DeviceArray, places: list[tuple[int, int, int]]) -> TensorSpec | str:
+def _placed(name: str, array: Array, places: list[tuple[int, int, int]]) -> TensorSpec | str:
     if array.dtype not in BITS:
         return f"is of type {array.dtype}, which pools lack"
     if 0 in array.shape:

@@ -19,10 +19,10 @@ from typing import Self
 import msgspec
 
 from cubroker.client.arguments import version_number
-from cubroker.client.arrays import DeviceArray, HostArray, batches
+from cubroker.client.arrays import Array, Arrays, DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
-from cubroker.client.draft import Arrays, Draft, describe
+from cubroker.client.draft import Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.read_plan import Target, hold_all, homes_of, target_of
@@ -315,7 +315,7 @@ def _packed(
     return Layout.pack(tensors, groups=named, tied=dict(tied))
 
 
-def _home(array: HostArray | DeviceArray, devices: Sequence[str]) -> str:
+def _home(array: Array, devices: Sequence[str]) -> str:
     """Return the device for an array that the base lacks: its own, if that is one of ``devices``, else the first."""
     uuid = array.context.device.uuid if isinstance(array, DeviceArray) else ""
     return uuid if uuid in devices else devices[0]
@@ -398,7 +398,7 @@ class _ArrayFile:
 
     descriptor = None
 
-    def __init__(self, array: HostArray | DeviceArray, nbytes: int) -> None:
+    def __init__(self, array: Array, nbytes: int) -> None:
         self._array = array
         self._left = nbytes
         self._lock = Lock()
@@ -417,7 +417,7 @@ class _ArrayFile:
                 self._read = None
 
 
-def _reader(array: HostArray | DeviceArray) -> Callable[[int, memoryview], None]:
+def _reader(array: Array) -> Callable[[int, memoryview], None]:
     """Return a function that copies an array's bytes, from an offset on, to a buffer in host memory."""
     if isinstance(array, HostArray):
         data = array.contiguous().cast("B")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from cubroker.client.arrays import (
     DLPACK_CPU,
     DLPACK_CUDA,
+    Array,
     ContextOf,
     DeviceArray,
     HostArray,
@@ -338,7 +339,7 @@ class SharedTensor(NotPicklable):
         return np.asarray(lent)
 
 
-def described(array: object, context_of: ContextOf) -> HostArray | DeviceArray:
+def described(array: object, context_of: ContextOf) -> Array:
     """Describe an array of any library, or a tensor of a pool, as a source of another tensor.
 
     Raises:

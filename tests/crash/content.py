@@ -17,9 +17,8 @@ from typing import Self
 import numpy as np
 
 from cubroker.client import Broker, Draft, Pool
-from cubroker.client.arrays import HostArray
+from cubroker.client.arrays import Arrays, HostArray
 from cubroker.client.delta import Updated
-from cubroker.client.draft import Arrays
 from cubroker.client.publish import Sources
 from cubroker.driver import Driver
 from cubroker.protocol import Layout
