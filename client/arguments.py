@@ -17,6 +17,9 @@ from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.layout import MAX_EXTENT
 from cubroker.protocol.messages import AUTO, SHARES
 
+MAX_UID = (1 << 32) - 1
+"""The largest number that a user can have."""
+
 Owner = int | str
 """A user, by number or by name."""
 
@@ -45,30 +48,31 @@ def time_limit(timeout: float | None) -> float:
     return inf if timeout is None else seconds(timeout, "timeout")
 
 
-def whole(number: object) -> int | None:
-    """Return an integer of any type, numpy's for example; None for any other object, and for True and False."""
+def whole(value: object, least: int = 0, most: int = MAX_EXTENT) -> int | None:
+    """Return an integer of any type, numpy's for example; None if it is out of range, a bool, or anything else."""
     try:
-        return None if isinstance(number, bool) else index(number)  # type: ignore[arg-type]
+        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+    return number if least <= number <= most else None
 
 
 def version_number(version: int | None) -> int:
     """Return the number of a version, 0 for the current one."""
     if version is None:
         return 0
-    number = whole(version)
+    number = whole(version, 1)
     if number is None:
-        raise Invalid(f"version {version!r:.60} is no whole number; leave it out for the current one")
-    if not 1 <= number <= MAX_EXTENT:
-        raise Invalid(f"version {number}: versions count from 1 to {MAX_EXTENT}; leave it out for the current one")
+        raise Invalid(
+            f"version {version!r:.60} is no whole number from 1 to {MAX_EXTENT}; leave it out for the current one"
+        )
     return number
 
 
 def session_number(session: int) -> int:
     """Return the number of a session."""
-    number = whole(session)
-    if number is None or not 1 <= number <= MAX_EXTENT:
+    number = whole(session, 1)
+    if number is None:
         raise Invalid(f"{session!r:.60} is no session: pass its number, as Broker.clients() lists it, from 1 on")
     return number
 
@@ -92,11 +96,10 @@ def file_mode(mode: int | None) -> int | None:
     """Return permissions like a file's; None for those that the pool has."""
     if mode is None:
         return None
-    number = whole(mode)
+    number = whole(mode, 0, 0o777)
     if number is None:
-        raise Invalid(f"a mode of {mode!r:.60}, which is no whole number; write it in octal, as in 0o640")
-    if not 0 <= number <= 0o777:
-        raise Invalid(f"a mode of {number}, which is 0o{number:o}; write it in octal, as in 0o640, from 0 to 0o777")
+        what = f"0o{mode:o}" if type(mode) is int else "no whole number"
+        raise Invalid(f"a mode of {mode!r:.60}, which is {what}; write it in octal, as in 0o640, from 0 to 0o777")
     return number
 
 
@@ -110,14 +113,12 @@ def uids(owner: Owners) -> tuple[int, ...]:
 
 
 def _uid(owner: object) -> int:
-    number = whole(owner)
     if isinstance(owner, str):
         try:
-            number = int(owner) if owner.isascii() and owner.isdecimal() else pwd.getpwnam(owner).pw_uid
+            owner = int(owner) if owner.isascii() and owner.isdecimal() else pwd.getpwnam(owner).pw_uid
         except (KeyError, ValueError):  # a name with a zero byte is a ValueError
             raise Invalid(f"this system has no user {owner!r}; write a name that it has, or a number") from None
+    number = whole(owner, 0, MAX_UID)
     if number is None:
-        raise Invalid(f"{owner!r:.60} is no user: pass a name or a number, or a list of these")
-    if not 0 <= number < 1 << 32:
-        raise Invalid(f"no user has the number {owner}; numbers go from 0 to {(1 << 32) - 1}")
+        raise Invalid(f"{owner!r:.60} is no user: pass a name, a number from 0 to {MAX_UID}, or a list of these")
     return number

@@ -394,7 +394,7 @@ class SharedEvent(NotPicklable, Closeable):
         """
         self._owner.check()
         since = self._seen if after is None else whole(after)
-        if since is None or not 0 <= since <= MAX_EXTENT:
+        if since is None:
             raise Invalid(f"cannot wait for a generation after {after!r:.60}: generations are 0 to {MAX_EXTENT}")
         timeout = seconds(timeout, "timeout")
         handle = None if stream is None else _stream(stream)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cubroker import aio
-from cubroker.client import Broker, Draft, Follow, Pool, SharedEvent, Watch
+from cubroker.client import Broker, Draft, Follow, Pool, SharedEvent, SharedTensor, Watch
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
 from tests.brokers import BrokerProcess
@@ -27,6 +27,7 @@ NO_DEVICE = [True, 1.5, b"0", "x", [0], {}, object()]
 
 WRONG: dict[str, list[object]] = {
     "after": [-1, 10**30, 1.5, True, *NO_NUMBER],
+    "buffer": [3, "x", None, [1], b"1"],
     "base": [-1, 1.5, True, b"probe", "another", [1], {}],
     "connect_timeout": [0, *NO_TIME],
     "device": NO_DEVICE,
@@ -56,7 +57,13 @@ WRONG: dict[str, list[object]] = {
 }
 """Values that an argument of that name cannot have."""
 
-NEEDED: dict[str, object] = {"name": "probe", "layout": LAYOUT, "source": {"x": bytes(16)}, "subject": "probe"}
+NEEDED: dict[str, object] = {
+    "name": "probe",
+    "layout": LAYOUT,
+    "source": {"x": bytes(16)},
+    "subject": "probe",
+    "buffer": b"",
+}
 """What a function is given for the arguments that it needs."""
 
 BESIDES: dict[tuple[str, str], dict[str, object]] = {
@@ -65,7 +72,15 @@ BESIDES: dict[tuple[str, str], dict[str, object]] = {
 }
 """Other arguments without which these are not looked at."""
 
-KINDS = {"Broker": Broker, "Draft": Draft, "Pool": Pool, "SharedEvent": SharedEvent, "Watch": Watch, "Follow": Follow}
+KINDS: dict[str, type] = {
+    "Broker": Broker,
+    "Draft": Draft,
+    "Pool": Pool,
+    "SharedTensor": SharedTensor,
+    "SharedEvent": SharedEvent,
+    "Watch": Watch,
+    "Follow": Follow,
+}
 
 ELSEWHERE = {"broadcast", "multicast_pointer"}
 """Methods of multicast pools: their ``name`` is that of a tensor."""
@@ -103,14 +118,17 @@ def objects(lender: BrokerProcess) -> Iterator[dict[str, Any]]:
         broker.create("scratch", LAYOUT, writable=True).seal()
         draft, pool = broker.create("draft", LAYOUT), broker.attach("scratch")
         watch, follow = broker.watch("probe"), broker.follow("probe")
-        yield {
+        found: dict[str, Any] = {
             "Broker": broker,
             "Draft": draft,
             "Pool": pool,
+            "SharedTensor": pool["x"],
             "SharedEvent": pool.event("made"),
             "Watch": watch,
             "Follow": follow,
         }
+        yield found
+        found.clear()  # a tensor would keep its memory
     given_back(lender.directory)
 
 
@@ -144,7 +162,7 @@ def test_a_wrong_argument_is_refused_in_plain_words(objects: dict[str, Any], cas
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.kind != "Follow" and hasattr(getattr(aio, case.kind), case.method)],
+    [case for case in CASES if case.kind in aio.__all__ and hasattr(getattr(aio, case.kind), case.method)],
     ids=".".join,
 )
 def test_a_wrong_argument_is_refused_in_an_event_loop_as_well(

@@ -236,7 +236,7 @@ def test_a_draft_of_an_update_has_nothing_mapped_of_what_is_shared(client: Broke
     [
         ({}, 7, NotFound, "7"),
         ({}, "elsewhere", Invalid, "not 'elsewhere'"),
-        ({}, 0, Invalid, "count from 1"),
+        ({}, 0, Invalid, "no whole number from 1"),
         ({}, True, Invalid, "a Pool that is attached to it, its number, or the pool's name, and not True"),
         ({}, 1.0, Invalid, "and not 1.0"),
         ({}, ["1"], Invalid, r"and not \['1'\]"),

@@ -401,7 +401,7 @@ def test_what_is_not_leased_for_reading_is_refused(client: Broker, name: str) ->
         draft.switch()
     with client.attach(name) as pool:
         for version in (0, -1):
-            with pytest.raises(Invalid, match="versions count from 1"):
+            with pytest.raises(Invalid, match="no whole number from 1"):
                 pool.switch(version)
         with pytest.raises(Invalid, match="a wait of -1"):
             pool.switch(2, wait=-1)
