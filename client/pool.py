@@ -211,10 +211,14 @@ class Replica(NotPicklable, Mapping[str, SharedTensor]):
         self._last_label = self._label
         self._mapped = None
 
-    def _memory(self) -> LeasedMemory:
-        mapped = self._mapped
-        if mapped is None:
+    def _held(self) -> LeasedMemory:
+        """Return the memory, which may be asleep; raises ``Invalid`` once this object is closed."""
+        if (mapped := self._mapped) is None:
             raise Invalid(f"{self._label} is closed in this process; get another from a Broker")
+        return mapped
+
+    def _memory(self) -> LeasedMemory:
+        mapped = self._held()
         mapped.check()
         return mapped
 
@@ -459,7 +463,7 @@ class Pool(Replica, Closeable):
         self._follows.add(follow)
         if self.closed:
             follow.close()
-            raise Invalid(f"{self._label} is closed in this process; attach again")
+            self._held()
         return follow
 
     @property
@@ -513,10 +517,8 @@ class Pool(Replica, Closeable):
     def waking(self, wait: float) -> Steps[None]:
         """Do as :meth:`wake`, but let two callers request a lease each; the later one is given back immediately."""
         self._owner.check()
-        if self.closed:
-            raise Invalid(f"{self._label} is closed in this process; attach again")
         body = self._attach(self.version, wait)
-        if not self.asleep:
+        if not self._held().asleep:
             return
         try:
             yield from LeaseRequest(self._lease).ask(body)
@@ -653,8 +655,7 @@ class Pool(Replica, Closeable):
             raise Unsupported(
                 f"{self._label} is shared as {self.share} and cannot {how}; create it with share={messages.VMM!r}"
             )
-        mapped = self._mapped
-        if mapped is None or not self.sealed:
-            what = "is closed in this process; attach again" if mapped is None else f"cannot {how}; seal it first"
-            raise Invalid(f"{self._label} {what}")
+        mapped = self._held()
+        if not self.sealed:
+            raise Invalid(f"{self._label} cannot {how}; seal it first")
         return mapped

@@ -101,7 +101,7 @@ def test_what_sleeps_can_be_closed(client: Broker, name: str, view: bool) -> Non
         pool.close()
         assert (pool.closed, pool.asleep) == (True, False)
         for use in (pool.sleep, pool.wake):
-            with pytest.raises(Invalid, match="is closed in this process; attach again"):
+            with pytest.raises(Invalid, match="is closed in this process; get another"):
                 use()
     if view:
         assert session in [info.session for info in client.clients()]

@@ -405,7 +405,7 @@ def test_what_is_not_leased_for_reading_is_refused(client: Broker, name: str) ->
                 pool.switch(version)
         with pytest.raises(Invalid, match="a wait of -1"):
             pool.switch(2, wait=-1)
-    with pytest.raises(Invalid, match="is closed in this process; attach again"):
+    with pytest.raises(Invalid, match="is closed in this process; get another"):
         pool.switch()
     put(client, f"{name}-ipc", 1, share="ipc")
     refusal = pytest.raises(Unsupported, match="shared as ipc and cannot be switched; create it with share='vmm'")
