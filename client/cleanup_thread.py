@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -18,6 +19,8 @@ from weakref import ref
 
 from cubroker.client.fork_guard import SessionThread
 from cubroker.client.transport.requests import Future
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -117,12 +120,9 @@ class Retry:
         self._task = task
         self._pause = FIRST_RETRY
 
-    @property
-    def first(self) -> bool:
-        """Whether the task has never failed."""
-        return self._pause == FIRST_RETRY
-
-    def again(self) -> None:
-        """Repeat the task, which has failed."""
+    def again(self, failure: str) -> None:
+        """Repeat the task, which has failed; the first ``failure`` is logged."""
+        if self._pause == FIRST_RETRY:
+            log.error("%s; this process tries again until it succeeds", failure)
         self._cleanup.later(self._task, self._pause)
         self._pause = min(2 * self._pause, LAST_RETRY)

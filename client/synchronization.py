@@ -10,7 +10,6 @@ given back with the last reference to its :class:`LockRef` or :class:`EventRef`.
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable
@@ -44,8 +43,6 @@ from cubroker.protocol.messages import (
     ShareEvent,
     Unlock,
 )
-
-log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
@@ -227,10 +224,7 @@ class EventHandle(Resource[EventRef]):
             if self._event:
                 self._event.close()
         except DriverError as error:
-            if self._closing.first:
-                failure = devices.failure(error, f"closing {self.label}")
-                log.error("%s; this process tries again until it succeeds", failure)
-            self._closing.again()
+            self._closing.again(devices.failure(error, f"closing {self.label}").message)
         else:
             self._event = None
             self._session.forget(self)

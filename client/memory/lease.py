@@ -405,11 +405,9 @@ class LeaseHandle(Holding):
         except DriverError as error:
             # A draft is discarded in that case, since its writer is told of a failure.
             failure = devices.failure(error, f"unmapping the memory of lease {self.number}")
-            if self._unmapping.first:
-                log.error("%s; the lease stays, and this process tries again until it succeeds", failure)
             self._last = Close
+            self._unmapping.again(f"{failure.message}; the lease stays")
             self._ended.fail(failure)
-            self._unmapping.again()
         else:
             self._close_stuck()
             if self.number:
