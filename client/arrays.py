@@ -108,13 +108,19 @@ def source_of(array: Any, context_of: ContextOf) -> Array:
         Unsupported: only numpy can read the array, and is not installed.
     """
     try:
-        if _is_torch(array):
+        if _is_of(array, "torch", "Tensor"):
             return _from_torch(array, context_of)
         if _is_dlpack_alone(array) or _is_on_gpu(array):
             return _from_dlpack(array, context_of)
         return _from_buffer(array) or _of_numpy(_as_numpy(array))
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise _refusal(array, error) from error
+
+
+def _is_of(array: object, module: str, *types: str) -> bool:
+    """Whether an array is of one of these types of a library; nothing is if the library is not imported."""
+    library = sys.modules.get(module)
+    return any(isinstance(array, getattr(library, each, ())) for each in types)
 
 
 def batches(items: Iterable[T], copied: Callable[[T], int]) -> Iterator[list[T]]:
@@ -146,11 +152,6 @@ def torch_dtypes() -> dict[str, torch.dtype]:
 def torch_names() -> dict[torch.dtype, str]:
     """Return the dtype of every torch dtype: the inverse of :func:`torch_dtypes`."""
     return {known: dtype for dtype, known in torch_dtypes().items()}
-
-
-def _is_torch(array: object) -> bool:
-    torch = sys.modules.get("torch")  # else nothing is torch's
-    return isinstance(array, getattr(torch, "Tensor", ()))
 
 
 def _from_torch(tensor: torch.Tensor, context_of: ContextOf) -> Array:
@@ -344,14 +345,9 @@ _LETTERS = {
 """DLPack's type code of a buffer's format (``struct``, and PEP 3118 for complex numbers)."""
 
 
-def _is_numpy(array: object) -> bool:
-    numpy = sys.modules.get("numpy")  # else nothing is numpy's
-    return numpy is not None and isinstance(array, numpy.ndarray | numpy.generic)
-
-
 def _from_buffer(array: Any) -> HostArray | None:
     """Describe a buffer without gaps, of a type that pools have; None for a numpy array, or anything else."""
-    view = None if _is_numpy(array) else _buffer(array)
+    view = None if _is_of(array, "numpy", "ndarray", "generic") else _buffer(array)
     if view is None or not view.c_contiguous:
         return None
     letter = view.format.lstrip("@=<>!")
@@ -370,15 +366,10 @@ def _buffer(array: Any) -> memoryview | None:
         return None
 
 
-def _is_masked(array: object) -> bool:
-    masked = sys.modules.get("numpy.ma")
-    return masked is not None and isinstance(array, masked.MaskedArray)
-
-
 def _as_numpy(array: Any) -> NDArray[Any]:
-    if _is_masked(array):
+    if _is_of(array, "numpy.ma", "MaskedArray"):
         raise BufferError("it is masked, and a tensor has no mask: its .data and its .filled() are plain arrays")
-    source = array if _is_numpy(array) else _buffer(array)
+    source = array if _is_of(array, "numpy", "ndarray", "generic") else _buffer(array)
     if source is None:
         if not (hasattr(array, "__array__") or hasattr(array, "__array_interface__")):
             raise TypeError("it has no dtype")
