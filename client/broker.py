@@ -619,11 +619,10 @@ class Broker(Reconnecting):
         places = None if plan is None else local.find_plan(self.driver, plan)
         if isinstance(layout, Layout):
             layout.check()
-        elif places is None:
-            layout = Layout.pack(layout)
         else:
             tensors = tuple(triples(layout))
-            layout = Layout.pack(tensors, groups=local.resolve_plan(places, (name for name, *_ in tensors)))
+            groups = None if places is None else local.resolve_plan(places, (name for name, *_ in tensors))
+            layout = Layout.pack(tensors, groups=groups)
         return layout, place(self.driver, layout, devices, places)
 
     def _creation(

@@ -137,27 +137,26 @@ class Placed(NamedTuple):
     plan: tuple[int, ...] | None
 
 
-def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, plan: Plan | None) -> Placed:
+def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, plan: Mapping[str, str] | None) -> Placed:
     """Return on which devices the allocations of a layout are to be.
 
     Args:
         driver: this process's.
         layout: the plan has a device for every tensor of it.
         devices: by default those of the plan, in its order, or the first one.
-        plan: of names and shell patterns; by default each allocation is on all devices.
+        plan: as :func:`find_plan` returns it; by default each allocation is on all devices.
 
     Raises:
         NotFound: no such device.
         Invalid: the plan does not fit, or there are no devices.
     """
-    places = None if plan is None else find_plan(driver, plan)
-    uuids = tuple(find(driver, device).uuid for device in chosen(devices, places))
-    if places is None:
+    uuids = tuple(find(driver, device).uuid for device in chosen(devices, plan))
+    if plan is None:
         return Placed(uuids, None)
-    if unknown := next((uuid for uuid in places.values() if uuid not in uuids), None):
+    if unknown := next((uuid for uuid in plan.values() if uuid not in uuids), None):
         where = label(find(driver, unknown))
         raise Invalid(f"the plan places tensors on {where}, which `devices` does not name; add it there")
-    homes = layout.spread(resolve_plan(places, (tensor.name for tensor in layout.tensors)))
+    homes = layout.spread(resolve_plan(plan, (tensor.name for tensor in layout.tensors)))
     return Placed(uuids, tuple(map(uuids.index, homes)))
 
 
