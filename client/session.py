@@ -325,10 +325,8 @@ class ClientSession:
     def left(self) -> Steps[None]:
         """Wait until the cleanup thread has called :meth:`end`; then, if no lease is left, for the threads to end."""
         try:
-            self.check_may_wait()
+            self.check_confirms()
         except Unavailable:
-            return
-        if self.stopped:
             return
         if not (yield self._left, self.timeout):
             raise TimedOut(f"no result within {self.timeout:g} s")

@@ -113,17 +113,13 @@ class Future(Generic[T]):
             self._value = box.pop()
             if self._abandoned:
                 self._value = None
-            self._done = True
-            self._gate.release()
-            self._call()
+            self._finish()
 
     def fail(self, error: CubrokerError) -> None:
         """Deliver an error."""
         if self._taken.acquire(blocking=False):
             self._error = error
-            self._done = True
-            self._gate.release()
-            self._call()
+            self._finish()
 
     def settle(self, outcome: T | CubrokerError) -> None:
         """Deliver a value or an error."""
@@ -148,7 +144,9 @@ class Future(Generic[T]):
         """Undo :meth:`when_done`, unless the call was made already."""
         self._calls.remove(call)
 
-    def _call(self) -> None:
+    def _finish(self) -> None:
+        self._done = True
+        self._gate.release()
         for call in self._calls.copy():
             call()
 
