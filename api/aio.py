@@ -33,13 +33,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from cubroker.client import devices as local
 from cubroker.client import draft, notices, pool, synchronization
-from cubroker.client.arguments import seconds
 from cubroker.client.broker import Broker as BlockingBroker
 from cubroker.client.devices import DeviceId, Plan
 from cubroker.client.fork_guard import Closeable
 from cubroker.client.tensor import SharedTensor
 from cubroker.client.transport.handshake import NotServing, Patience
-from cubroker.client.transport.requests import Steps, run, run_in_loop
+from cubroker.client.transport.requests import Steps, run, run_in_loop, seconds
 from cubroker.driver import Device, Driver
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, Denied, Unavailable

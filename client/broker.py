@@ -11,8 +11,18 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cubroker.client import devices as local
-from cubroker.client.arguments import (
+from cubroker.client.devices import DeviceId, Placed, Plan, place
+from cubroker.client.fork_guard import WeakRefs
+from cubroker.client.memory.lease import acquire
+from cubroker.client.notices import Count, Watch
+from cubroker.client.pool import Pool
+from cubroker.client.session import Reconnecting
+from cubroker.client.transport.requests import (
     Owners,
+    Steps,
+    beside,
+    blocking,
+    expect,
     file_mode,
     flag,
     seconds,
@@ -22,13 +32,6 @@ from cubroker.client.arguments import (
     uids,
     version_number,
 )
-from cubroker.client.devices import DeviceId, Placed, Plan, place
-from cubroker.client.fork_guard import WeakRefs
-from cubroker.client.memory.lease import acquire
-from cubroker.client.notices import Count, Watch
-from cubroker.client.pool import Pool
-from cubroker.client.session import Reconnecting
-from cubroker.client.transport.requests import Steps, beside, blocking, expect
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired
 from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 from cubroker.client import digests
-from cubroker.client.arguments import flag
 from cubroker.client.arrays import Array, Arrays
 from cubroker.client.devices import context
 from cubroker.client.memory.lease import LeaseHandle
 from cubroker.client.memory.mapping import MAX_NAMED, LeasedMemory, Spot
 from cubroker.client.pool import Pool, Replica
 from cubroker.client.tensor import described
-from cubroker.client.transport.requests import Steps, blocking, expect
+from cubroker.client.transport.requests import Steps, blocking, expect, flag
 from cubroker.driver import Context, Driver
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable, Unsupported
 from cubroker.protocol.layout import ALIGNMENT, BITS, Layout, TensorIndex, TensorSpec

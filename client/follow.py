@@ -17,13 +17,12 @@ from threading import RLock, Thread
 from typing import NamedTuple, Self
 from weakref import ref
 
-from cubroker.client.arguments import time_limit
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess
 from cubroker.client.notices import News
 from cubroker.client.session import ClientSession, shortage
 from cubroker.client.transport.connection import Shortage, start_lock, try_memory
 from cubroker.client.transport.handshake import LAST_PAUSE
-from cubroker.client.transport.requests import run, run_in_loop
+from cubroker.client.transport.requests import run, run_in_loop, time_limit
 from cubroker.protocol.errors import CubrokerError, NotFound, Retired, TimedOut, Unavailable
 from cubroker.protocol.messages import FINDS, Find, Found, Reply
 

@@ -15,11 +15,10 @@ from typing import Protocol
 
 import msgspec
 
-from cubroker.client.arguments import time_limit
 from cubroker.client.cleanup_thread import CleanupThread
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, WeakRefs
 from cubroker.client.transport.fd_receiver import FdReceiver
-from cubroker.client.transport.requests import Future, Requests, Settle, Steps, run
+from cubroker.client.transport.requests import Future, Requests, Settle, Steps, run, time_limit
 from cubroker.protocol import messages
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable
 from cubroker.protocol.messages import Draining, Found, Notice, PoolChanged, PoolLost, Rebound

@@ -8,14 +8,13 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from cubroker.client import devices
-from cubroker.client.arguments import flag, seconds, version_number
 from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.lease import LeaseHandle, LeaseRequest
 from cubroker.client.memory.mapping import AllocationHandle, DeviceMapping, LeasedMemory
 from cubroker.client.session import ClientSession
 from cubroker.client.tensor import SharedTensor, stored_from
-from cubroker.client.transport.requests import Steps, blocking, run
+from cubroker.client.transport.requests import Steps, blocking, flag, run, seconds, version_number
 from cubroker.driver import Context, Device, DriverError, device_names
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid, NotFound, Retired, Unavailable, Unsupported

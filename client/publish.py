@@ -18,7 +18,6 @@ from typing import Self
 
 import msgspec
 
-from cubroker.client.arguments import version_number
 from cubroker.client.arrays import Array, Arrays, DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
 from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
@@ -29,7 +28,7 @@ from cubroker.client.loading.read_plan import Target, hold_all, homes_of, target
 from cubroker.client.memory.mapping import Spot
 from cubroker.client.pool import Pool
 from cubroker.client.session import ClientSession
-from cubroker.client.transport.requests import Steps, beside, run
+from cubroker.client.transport.requests import Steps, beside, run, version_number
 from cubroker.driver import Context, Driver, DriverError, Stream
 from cubroker.driver.buffers import address
 from cubroker.driver.kernels import Segment

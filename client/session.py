@@ -21,7 +21,6 @@ from threading import RLock, current_thread
 from typing import ClassVar, Generic, TypeVar
 
 from cubroker.client import devices
-from cubroker.client.arguments import seconds
 from cubroker.client.cleanup_thread import CleanupThread, Guard
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, SessionThread, WeakRefs, fork_lock
 from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
@@ -36,7 +35,7 @@ from cubroker.client.transport.connection import (
 )
 from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import greet, until_served
-from cubroker.client.transport.requests import Future, Requests, Steps, expect, run
+from cubroker.client.transport.requests import Future, Requests, Steps, expect, run, seconds
 from cubroker.driver import Driver
 from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, Unsupported, explain
 from cubroker.protocol.messages import Done, Find, Found, Reply, Request

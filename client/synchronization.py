@@ -18,13 +18,12 @@ from threading import RLock
 from typing import Protocol, TypeVar
 
 from cubroker.client import devices
-from cubroker.client.arguments import seconds, whole
 from cubroker.client.cleanup_thread import Retry
 from cubroker.client.devices import DeviceId
 from cubroker.client.fork_guard import Closeable, NotPicklable, WeakRefs
 from cubroker.client.memory.mapping import DeviceMapping
 from cubroker.client.session import ClientSession, Resource
-from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect, failure
+from cubroker.client.transport.requests import Future, Pending, Steps, blocking, expect, failure, seconds, whole
 from cubroker.driver import Context, Device, DriverError, Event, Stream
 from cubroker.protocol import fields
 from cubroker.protocol.errors import CubrokerError, Invalid, TimedOut, Unavailable

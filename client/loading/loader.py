@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Event
 
-from cubroker.client.arguments import Owner, flag, uids
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId, Plan, chosen, context, doing, find_plan, resolve_plan
 from cubroker.client.digests import need
@@ -19,6 +18,7 @@ from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.read_plan import target_of
 from cubroker.client.loading.threads import Progress
+from cubroker.client.transport.requests import Owner, flag, uids
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import AUTO

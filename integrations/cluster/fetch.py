@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cubroker.client.arguments import Owner, flag, seconds, uids, version_number
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.handshake import Silent
+from cubroker.client.transport.requests import Owner, flag, seconds, uids, version_number
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import (
     OwnHost,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cubroker.client import Broker
-from cubroker.client.arguments import Owner, uids
 from cubroker.client.loading.loader import load
+from cubroker.client.transport.requests import Owner, uids
 from cubroker.protocol.errors import Denied, Invalid, Unsupported
 from tests import checkpoints
 from tests.brokers import older

@@ -23,7 +23,7 @@ import numpy as np  # noqa: F401  # before the user changes, who may not read wh
 
 import cubroker.driver.host.bindings  # noqa: F401  # likewise
 from cubroker.client import Broker
-from cubroker.client.arguments import VARIABLE
+from cubroker.client.transport.requests import VARIABLE
 from cubroker.protocol import CubrokerError, Layout
 from cubroker.server.hardening import hide
 from tests import forkserver
