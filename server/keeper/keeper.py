@@ -423,6 +423,7 @@ class FdSet:
         #: The name of each descriptor, in the order of their arrival; callers only read it.
         self.names: dict[int, str] = {}
         self._inodes: dict[int, _Inode] = {}
+        self._by_inode: dict[_Inode, list[int]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -440,7 +441,7 @@ class FdSet:
         dropped = 0
         for descriptor in descriptors:
             inode = _inode(descriptor)
-            if any(known == inode and same_file(descriptor, other) for other, known in self._inodes.items()):
+            if any(same_file(descriptor, known) for known in self._by_inode.get(inode, ())):
                 close_all([descriptor])
             elif len(self) >= self.limit or self._bytes + len(name) + 1 > MOST_BYTES:
                 close_all([descriptor])
@@ -448,6 +449,7 @@ class FdSet:
             else:
                 self.names[descriptor] = name
                 self._inodes[descriptor] = inode
+                self._by_inode.setdefault(inode, []).append(descriptor)
                 self._bytes += len(name) + 1
                 complaints += self._watch(descriptor, name) if poll else ()
         if dropped:
@@ -465,7 +467,10 @@ class FdSet:
     def drop(self, descriptor: int) -> None:
         """Close one descriptor."""
         self._bytes -= len(self.names.pop(descriptor)) + 1
-        del self._inodes[descriptor]
+        inode = self._inodes.pop(descriptor)
+        self._by_inode[inode].remove(descriptor)
+        if not self._by_inode[inode]:
+            del self._by_inode[inode]
         with contextlib.suppress(OSError):  # it was not polled
             self._epoll.unregister(descriptor)  # close() does not do that while others have the same file open
         close_all([descriptor])
