@@ -202,7 +202,8 @@ class Follow(NotPicklable, Iterator[int], AsyncIterator[int], Closeable):
     def _stirred(self) -> bool:
         """Whether there is something to return or to raise."""
         told = self._follower.told
-        return self._closed or bool(told.version and told != self._seen and self._wanted(told.version))
+        fresh = told.version and told != self._seen and self._wanted(told.version)
+        return self._closed or self._follower.news.failed or bool(fresh)
 
     def _late(self, limit: float) -> TimedOut:
         why = self._follower.missing

@@ -38,10 +38,7 @@ class News:
         self._error: CubrokerError | None = None
 
     def until(self, found: Callable[[], bool], timeout: float) -> Steps[bool]:
-        """Call ``found`` now and after every change until it is true, for up to ``timeout`` seconds; return whether.
-
-        If there will be no more changes, this raises the reason.
-        """
+        """Call ``found`` now and after every change until it is true, for up to ``timeout`` seconds; return whether."""
         deadline = time.monotonic() + timeout
         while True:
             change: Future[None] = Future()
@@ -49,7 +46,6 @@ class News:
             try:
                 if found():
                     return True
-                self.check()
                 left = deadline - time.monotonic()
                 if left <= 0 or not (yield change, None if left == inf else left):
                     return found()
@@ -67,6 +63,11 @@ class News:
         """Note that there will be no more changes; the first reason counts."""
         self._error = self._error or error
         self.stir()
+
+    @property
+    def failed(self) -> bool:
+        """Whether there will be no more changes."""
+        return self._error is not None
 
     def check(self) -> None:
         """Raise the reason why there will be no more changes, if there is one."""
@@ -156,7 +157,8 @@ class Watch(NotPicklable, Iterator[int | None], Closeable):
                     return found or None
 
     def _changed(self) -> bool:
-        return self._closed or self._latest not in (None, self._heard)
+        self._check()
+        return self._latest not in (None, self._heard)
 
     def _check(self) -> None:
         if self._closed:
@@ -208,7 +210,12 @@ class Count(News):
 
     def more(self, before: int, timeout: float) -> Steps[bool]:
         """Wait up to ``timeout`` seconds until the count is greater than ``before``; returns whether it is."""
-        return self.until(lambda: self.heard > before, timeout)
+
+        def found() -> bool:
+            self.check()
+            return self.heard > before
+
+        return self.until(found, timeout)
 
 
 class Watches:
@@ -280,7 +287,12 @@ class DrainState(News):
 
     def wait(self, timeout: float | None, *, over: bool) -> Steps[bool]:
         """Wait up to ``timeout`` seconds until the broker drains (``over``: lends again); returns whether it does."""
-        return self.until(lambda: bool(self.why) != over, time_limit(timeout))
+
+        def found() -> bool:
+            self.check()
+            return bool(self.why) != over
+
+        return self.until(found, time_limit(timeout))
 
 
 class Rebindable(Protocol):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -63,6 +64,16 @@ def test_closing_from_another_thread_ends_the_iteration(client: Broker, name: st
     watch.close()
     reader.join()
     assert seen == [None]
+
+
+def test_a_closed_watch_ends_without_a_request_also_after_its_broker(lender: BrokerProcess, name: str) -> None:
+    with Broker(lender.directory) as broker:
+        publish(broker, name)
+        watch = broker.watch(name, owner=os.getuid())
+        assert next(watch) == 1
+        watch.close()
+    with pytest.raises(StopIteration):
+        next(watch)
 
 
 def test_a_watch_that_is_dropped_is_forgotten(client: Broker, name: str) -> None:
