@@ -12,6 +12,7 @@ below: ``protocol`` and ``driver`` (which import nothing else of ours), ``server
 each other), ``integrations`` (on ``client`` alone) and ``cli`` (which may import everything).
 """
 
+import os
 import sys
 from importlib import import_module
 
@@ -81,7 +82,8 @@ _MODULES = {
 }
 """The module of every public name."""
 
-sys.meta_path.insert(0, ImportGuard(__name__, __file__))
+__path__ = [os.path.realpath(folder) for folder in __path__]  # a link on the way there may lead elsewhere later
+sys.meta_path.insert(0, ImportGuard(__name__, f"{__path__[0]}/__init__.py"))
 sys.meta_path.append(RenamedModules())
 
 

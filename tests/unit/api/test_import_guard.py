@@ -83,6 +83,20 @@ def test_a_process_that_has_imported_no_errors_gets_an_import_error(tmp_path: Pa
     assert "ImportError: cannot import cubroker.client: " in result.stderr
 
 
+def test_a_process_keeps_its_release_when_a_link_to_it_leads_to_another(tmp_path: Path) -> None:
+    for release in ("1", "2"):
+        (tmp_path / release).mkdir()
+        package = PackageCopy(tmp_path / release)
+    (link := tmp_path / "current").symlink_to("1")
+    script = "import cubroker, os, sys; os.unlink(sys.argv[1]); os.symlink('2', sys.argv[1]); import cubroker.client; "
+    script += "print(cubroker.client.__file__); os.utime(sys.argv[2]); import cubroker.driver"
+    command = [sys.executable, "-c", script, str(link), str(tmp_path / "1" / "cubroker" / "__init__.py")]
+    environ = package.environ | {"PYTHONPATH": str(link)}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert result.stdout == f"{tmp_path / '1' / 'cubroker' / 'client' / '__init__.py'}\n"
+    assert "cannot import cubroker.driver: the files in " in result.stderr
+
+
 def test_other_packages_are_imported_as_before(tmp_path: Path) -> None:
     (file := tmp_path / "__init__.py").touch()
     guard = ImportGuard("package", str(file))
@@ -90,6 +104,15 @@ def test_other_packages_are_imported_as_before(tmp_path: Path) -> None:
     guard.find_spec("json", None)
     guard.find_spec("packages.module", None)
     with pytest.raises(ImportError, match=r"package\.module.* restart this process"):
+        guard.find_spec("package.module", None)
+
+
+def test_a_file_of_another_size_is_of_another_release_even_with_the_same_time(tmp_path: Path) -> None:
+    (file := tmp_path / "__init__.py").touch()
+    guard, before = ImportGuard("package", str(file)), file.stat().st_mtime_ns
+    file.write_text("# another release")
+    os.utime(file, ns=(before, before))
+    with pytest.raises(ImportError, match="restart this process"):
         guard.find_spec("package.module", None)
 
 
