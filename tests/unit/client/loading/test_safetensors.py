@@ -39,6 +39,14 @@ def altered(**changes: Any) -> bytes:
     return checkpoints.encode(header, bytes(28))
 
 
+def alike(room: int, *starts: int) -> bytes:
+    """Return a file of tensors of one form, 4 bytes each, that begin at these bytes of the data."""
+    each = {"dtype": "U8", "shape": [4]}
+    return checkpoints.encode(
+        {f"t{start}": each | {"data_offsets": [start, start + 4]} for start in starts}, bytes(room)
+    )
+
+
 def test_every_dtype_and_odd_shapes_are_found_where_they_lie(tmp_path: Path) -> None:
     tensors = checkpoints.filled(checkpoints.EVERY_DTYPE + checkpoints.ODD_SHAPES)
     path = checkpoints.write(tmp_path / "m.safetensors", tensors, {"format": "pt"})
@@ -101,6 +109,9 @@ def test_entries_come_in_the_order_of_their_bytes_whatever_the_headers_order(tmp
         (checkpoints.encode({"a": 1}), "entry of the wrong form"),
         (checkpoints.encode({"__metadata__": {"a": 1}}), "entry of the wrong form"),
         (checkpoints.encode({"__metadata__": []}), "entry of the wrong form"),
+        (alike(9, 0, 5), "tensor 't5' begins at byte 5 of the data and the one before it ends at 4: a hole"),
+        (alike(7, 0, 3), "tensor 't3' begins at byte 3 of the data, inside the one before it, which ends at 4"),
+        (alike(6, 0, 4), "tensor 't4' ends at byte 8 of the data, and the file has 6; it is truncated"),
         (altered(a={"shape": [-4]}), "entry of the wrong form"),
         (altered(a={"shape": [4.5]}), "entry of the wrong form"),
         (altered(a={"data_offsets": [0]}), "entry of the wrong form"),

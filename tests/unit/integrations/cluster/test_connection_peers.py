@@ -158,6 +158,13 @@ def test_a_host_that_answers_at_two_addresses_answers_once(
     assert [(answer.address.ips, answer.error) for answer in found] == [(each, None) for each in ips]
 
 
+def test_exporters_at_two_ports_answer_each_for_itself(certificates: Certificates) -> None:
+    answers = {"PeerHello": PeerWelcome(2, "root", b"1" * 16)}
+    with lying(certificates.host, answers) as one, lying(certificates.host, answers) as two:
+        names = [f"{HOST}:{each.address.port}" for each in (one, two)]
+        assert [str(answer.address) for answer in ask_peers(resolve(names), certificates.host)] == names
+
+
 def test_there_is_a_host_to_ask(certificates: Certificates) -> None:
     with pytest.raises(Unavailable, match="there is no host to ask"):
         ask_peers([], certificates.host)

@@ -823,6 +823,27 @@ def test_a_host_that_is_lost_before_it_answers_at_another_address_goes_on_there(
     assert hosts.held() == bytes([5]) * 8 * MIB
 
 
+def test_a_host_that_has_refused_this_one_is_not_asked_at_another_address(hosts: Hosts, localhost: list[str]) -> None:
+    localhost += [HOST, "127.0.0.2", "::1"]
+    offers = Offers((Offer(hosts.name, 1, 1, 1, True),), 0, 8)
+
+    def after(what: str, done: Callable[[list[Any]], bool]) -> Callable[..., None]:
+        def answer(_: object, send: Callable[[bytes], None]) -> None:
+            eventually(lambda: done(hosts.fetching._sources._hosts), what)
+            send(frame(offers))
+
+        return answer
+
+    first = at(hosts, HOST, version(), ONE, Open=PeerRefusal("denied", "not you"))
+    second = at(hosts, "127.0.0.2", version(), ONE)
+    second.answers["List"] = after("the refusal", lambda known: any(isinstance(each.error, Denied) for each in known))
+    third = at(hosts, "::1", version(), TWO)
+    third.answers["List"] = after("the answer at the other address", lambda known: len(known) == 2)
+    assert hosts.fetch(peers=(f"localhost:{first.address.port}",)).fetched
+    assert [each.asked(Open) for each in (first, second, third)] == [1, 0, 1]
+    assert hosts.held() == content()
+
+
 def test_another_service_at_one_address_excludes_no_host_whose_exporter_is_away(
     hosts: Hosts, localhost: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
