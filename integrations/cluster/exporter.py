@@ -598,9 +598,8 @@ class Exporter:
         """Return the process started in advance, or a new one if that is of no use; and start the next spare."""
         spare = self._spare
         assert spare is not None
-        self._spare = asyncio.create_task(
-            self._start()
-        )  # before anything is awaited, so that two peers never get the same process
+        # Before anything is awaited, so that two peers never get the same process.
+        self._spare = asyncio.create_task(self._start())
         try:
             found = await spare
             if not found.outdated and found.alive:
