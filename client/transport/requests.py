@@ -476,14 +476,11 @@ VARIABLE = "CUBROKER_OWNER"
 def seconds(limit: float, what: str = "wait", *, zero: bool = True) -> float:
     """Return a time in seconds, which only with ``zero`` may be 0."""
     try:
-        valid = not isinstance(limit, bool) and 0 <= limit <= MAX_WAIT and (zero or limit != 0)
-    except (TypeError, ValueError):  # None, which other libraries take for no limit, or an array
-        valid = False
-    if not valid:
-        raise Invalid(
-            f"a {what} of {limit!r:.60} seconds; it can be {'0' if zero else 'more than 0, up'} to {MAX_WAIT:g}"
-        )
-    return float(limit)
+        if not isinstance(limit, bool) and 0 <= limit <= MAX_WAIT and (zero or limit != 0):
+            return float(limit)
+    except (TypeError, ValueError, ArithmeticError):  # None, which other libraries take for no limit, or an array
+        pass
+    raise Invalid(f"a {what} of {limit!r:.60} seconds; it can be {'0' if zero else 'more than 0, up'} to {MAX_WAIT:g}")
 
 
 def time_limit(timeout: float | None) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ LAYOUT = Layout.pack([("x", "U8", (16,))])
 NO_NUMBER = ["3", b"3", [3], {}, object(), float("nan")]
 NO_TEXT = [3, 1.5, True, b"x", ["x"], {}, object()]
 NO_FLAG = [2, "no", b"", 0.5, [], {}, object()]
-NO_TIME = [-1, 10**30, True, np.array([1, 2]), *NO_NUMBER]
+NO_TIME = [-1, 10**30, True, np.array([1]), np.array([1, 2]), Decimal("nan"), *NO_NUMBER]
 NO_DEVICE = [True, 1.5, b"0", "x", [0], {}, object()]
 
 WRONG: dict[str, list[object]] = {
