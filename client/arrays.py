@@ -117,10 +117,13 @@ def source_of(array: Any, context_of: ContextOf) -> Array:
         raise _refusal(array, error) from error
 
 
-def _is_of(array: object, module: str, *types: str) -> bool:
-    """Whether an array is of one of these types of a library; nothing is if the library is not imported."""
-    library = sys.modules.get(module)
-    return any(isinstance(array, getattr(library, each, ())) for each in types)
+def _is_of(array: object, module: str, kind: str) -> bool:
+    """Whether an array is of a type of a library; nothing is if the library is not imported."""
+    return isinstance(array, getattr(sys.modules.get(module), kind, ()))
+
+
+def _is_numpy(array: object) -> bool:
+    return _is_of(array, "numpy", "ndarray") or _is_of(array, "numpy", "generic")
 
 
 def batches(items: Iterable[T], copied: Callable[[T], int]) -> Iterator[list[T]]:
@@ -347,7 +350,7 @@ _LETTERS = {
 
 def _from_buffer(array: Any) -> HostArray | None:
     """Describe a buffer without gaps, of a type that pools have; None for a numpy array, or anything else."""
-    view = None if _is_of(array, "numpy", "ndarray", "generic") else _buffer(array)
+    view = None if _is_numpy(array) else _buffer(array)
     if view is None or not view.c_contiguous:
         return None
     letter = view.format.lstrip("@=<>!")
@@ -369,7 +372,7 @@ def _buffer(array: Any) -> memoryview | None:
 def _as_numpy(array: Any) -> NDArray[Any]:
     if _is_of(array, "numpy.ma", "MaskedArray"):
         raise BufferError("it is masked, and a tensor has no mask: its .data and its .filled() are plain arrays")
-    source = array if _is_of(array, "numpy", "ndarray", "generic") else _buffer(array)
+    source = array if _is_numpy(array) else _buffer(array)
     if source is None:
         if not (hasattr(array, "__array__") or hasattr(array, "__array_interface__")):
             raise TypeError("it has no dtype")
