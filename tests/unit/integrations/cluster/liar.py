@@ -31,12 +31,16 @@ class Liar:
         self.answers = HONEST | dict(answers)
         self.heard: list[Request] = []
         self._pause = pause
-        self._context = serving_context(folder)
+        self.certificate(folder)
         self._server = socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET)
         self._peers: list[ssl.SSLSocket] = []
         self._threads: list[Thread] = []
         self.address = PeerAddress(*self._server.getsockname()[:2])
         self._start(self._accept)
+
+    def certificate(self, folder: Path) -> None:
+        """Show the certificate in a folder, in connections from now on."""
+        self._context = serving_context(folder)
 
     def opens(self, opened: object, name: str = "m", version: int = 1) -> None:
         """Offer a pool, and answer with this when it is opened."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -228,6 +229,22 @@ def test_a_host_is_refused_when_none_of_its_addresses_is_its_exporter_s(
     first, second = (f"{there._replace(ips=(ip,))} is not trusted as an exporter of this cluster: " for ip in localhost)
     assert caught.value.message.startswith(f"{there} has no address left: {first}")
     assert f"; {second}" in caught.value.message
+
+
+def test_a_host_is_not_refused_while_an_address_is_untried(
+    certificates: Certificates, localhost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    localhost += [HOST, "::1"]
+    clock = iter((0.0, 0.0, connection.CONNECT))
+
+    def encrypted(address: PeerAddress, *_: object) -> None:
+        raise Denied(f"{address} is not trusted")
+
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(connection, "_encrypted", encrypted)
+    with pytest.raises(Unavailable) as caught:
+        PeerConnection(PeerAddress("localhost", 7411), certificates.host)
+    assert caught.value.message == f"localhost ({HOST}):7411 is not trusted"
 
 
 def test_an_exporter_of_another_cluster_is_not_told_anything(certificates: Certificates, tmp_path: Path) -> None:

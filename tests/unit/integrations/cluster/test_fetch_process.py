@@ -844,6 +844,30 @@ def test_a_host_that_has_refused_this_one_is_not_asked_at_another_address(hosts:
     assert hosts.held() == content()
 
 
+def test_another_service_at_the_known_address_of_a_host_excludes_no_other_address(
+    hosts: Hosts, localhost: list[str], tmp_path: Path
+) -> None:
+    localhost += [HOST, "127.0.0.2", "::1"]
+    offers = Offers((Offer(hosts.name, 1, 1, 1, True),), 0, 8)
+
+    def replaced(liar: Liar, _: object) -> None:
+        liar.certificate(Certificates(tmp_path).host)
+        raise ConnectionResetError
+
+    def after(_: object, send: Callable[[bytes], None]) -> None:
+        excluded = any(isinstance(each.error, Denied) for each in hosts.fetching._sources._hosts)
+        send(frame(offers if excluded else Offers((), 0, 8)))
+
+    first = at(hosts, HOST, None, ONE)
+    first.opens(replaced, hosts.name)
+    second = at(hosts, "127.0.0.2", version(), ONE)
+    second.answers["List"] = after
+    at(hosts, "::1", None, TWO, List=Offers((), 0, 8))
+    assert hosts.fetch(peers=(f"localhost:{first.address.port}",), wait=30.0).fetched
+    assert [each.asked(Open) for each in (first, second)] == [1, 1]
+    assert hosts.held() == content()
+
+
 def test_another_service_at_one_address_excludes_no_host_whose_exporter_is_away(
     hosts: Hosts, localhost: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
