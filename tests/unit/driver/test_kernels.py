@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cubroker.driver import Driver, DriverError
+from cubroker.driver import Driver, DriverError, context
 from cubroker.driver.kernels import ALGORITHM, PIECE, Digester, add, digest, finish, sums
 from cubroker.protocol.fields import DIGEST_BYTES
 
@@ -152,3 +153,10 @@ def test_a_kernel_that_would_touch_other_memory_fails_as_on_a_gpu(driver: Driver
             kernel.launch(context.copies(), blocks, 256, source, 2 * blocks, sums)
     kernel.close()
     context.free(memory)
+
+
+def test_a_kernel_has_the_text_of_the_start_though_its_file_was_replaced(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(context, "KERNEL_FOLDER", tmp_path)
+    Digester(driver.context(0)).close()
