@@ -16,6 +16,7 @@ from cubroker.protocol import messages as m
 from cubroker.server.config.schema import Address, Metrics
 from cubroker.server.ledger import Budget, Ledger
 from cubroker.server.ledger import events as e
+from cubroker.server.monitoring import http
 from cubroker.server.monitoring.http import HttpThread, start
 from cubroker.server.monitoring.metrics import BrokerCounters
 from cubroker.server.monitoring.observer import LedgerObserver
@@ -248,3 +249,15 @@ def test_where_nobody_can_listen_the_log_says_so_and_the_broker_goes_on(
     last = caplog.messages[-1]
     assert re.search(r"cannot listen on 127\.0\.0\.1:\d+: Address already in use; stop the process that", last)
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_the_page_is_that_of_the_start_though_its_file_was_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    http._page.cache_clear()
+
+    async def look() -> None:
+        monkeypatch.setattr(http, "files", lambda _: tmp_path)
+        assert b"<!doctype html>" in http._page().body
+
+    looking(Metrics(PORT), look)
