@@ -18,7 +18,7 @@ from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.read_plan import target_of
 from cubroker.client.loading.threads import Progress
-from cubroker.client.transport.requests import Owner, flag, uids
+from cubroker.client.transport.requests import Owners, flag, uids
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import CubrokerError
 from cubroker.protocol.messages import AUTO
@@ -61,7 +61,7 @@ def load(
     wait: float = 0.0,
     mode: int | None = None,
     durable: bool | None = None,
-    owner: Owner | Sequence[Owner] | None = None,
+    owner: Owners = None,
     digest: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
@@ -135,7 +135,7 @@ def _published(
     return draft.seal(digest=digest), seconds
 
 
-def trusted(broker: Broker, owner: Owner | Sequence[Owner] | None) -> tuple[int, ...]:
+def trusted(broker: Broker, owner: Owners) -> tuple[int, ...]:
     """Return the users whose version is accepted: root and the broker's user, who may change any, and ``owner``."""
     own = () if broker.uid is None else (broker.uid,)
     return (0, *own, *uids(owner))

@@ -18,7 +18,7 @@ import msgspec
 
 from cubroker.client.devices import DeviceId
 from cubroker.client.transport.handshake import Silent
-from cubroker.client.transport.requests import Owner, flag, seconds, uids, version_number
+from cubroker.client.transport.requests import Owners, flag, seconds, uids, version_number
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import (
     OwnHost,
@@ -75,7 +75,7 @@ def fetch(
     mode: int | None = None,
     durable: bool | None = None,
     if_absent: bool = False,
-    owner: Owner | Sequence[Owner] | None = None,
+    owner: Owners = None,
     wait: float = 0.0,
     width: int = WIDTH,
     patience: float = PATIENCE,

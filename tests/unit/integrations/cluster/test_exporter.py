@@ -13,7 +13,7 @@ import ssl
 import sys
 import time
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -763,38 +763,37 @@ def test_a_process_that_dies_while_a_peer_reads_ends_its_connection(
             connection.ask(Open(name), ExportedVersion)
 
 
-@pytest.mark.slow
-def test_a_process_in_reserve_that_was_killed_is_replaced(
-    directory: Path, certificates: Certificates, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    publish(directory, name)
-    before = {*sources()}
-    with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
-        eventually(lambda: {*sources()} - before, "the process")
-        (spare,) = {*sources()} - before
-        os.kill(spare, signal.SIGKILL)
-        eventually(lambda: spare not in sources(), "its end")
-        assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
-    assert "in advance is replaced: " in caplog.text
+def killed(spare: int, _: pytest.MonkeyPatch) -> None:
+    """Kill a process in reserve."""
+    os.kill(spare, signal.SIGKILL)
+    eventually(lambda: spare not in sources(), "its end")
+
+
+def outdated(_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have another release on disk than when a process in reserve was started."""
+    monkeypatch.setattr(source_process, "code_on_disk", lambda: "another release")
 
 
 @pytest.mark.slow
-def test_a_process_in_reserve_of_a_release_that_was_replaced_serves_no_peer(
+@pytest.mark.parametrize(("spoil", "why"), [(killed, ""), (outdated, "cubroker was upgraded")])
+def test_a_process_in_reserve_that_is_of_no_use_is_replaced(
     directory: Path,
     certificates: Certificates,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
+    spoil: Callable[[int, pytest.MonkeyPatch], None],
+    why: str,
 ) -> None:
     publish(directory, name)
     before = {*sources()}
     with exporting(directory, certificates.host, readers=1) as serving, serving.connect() as connection:
         eventually(lambda: {*sources()} - before, "the process")
         (spare,) = {*sources()} - before
-        monkeypatch.setattr(source_process, "code_on_disk", lambda: "another release")
+        spoil(spare, monkeypatch)
         assert connection.ask(Open(name), ExportedVersion, 60.0).version == 1
         assert spare not in sources()
-    assert "in advance is replaced: cubroker was upgraded" in caplog.text
+    assert f"in advance is replaced: {why}" in caplog.text
 
 
 @pytest.mark.slow
