@@ -59,7 +59,7 @@ from cubroker.server.event_queue import EventQueue, FdsDelivered
 from cubroker.server.ledger.events import ConnectionLost, ProcessExited
 from cubroker.server.ledger.snapshot import PREFIX
 from cubroker.server.transport.reply_cache import LEASES, NO_RECEIPTS, Frame, Receipts, ReplyCache
-from cubroker.server.transport.unix_sockets import Peer, RejectionLog, is_ready
+from cubroker.server.transport.unix_sockets import Peer, RejectionLog
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver
@@ -303,7 +303,9 @@ class SessionConnection:
         if self._connection is None:
             return True
         # The kernel reports it as writable while at most a quarter of its buffer is unread: one packet of descriptors.
-        if not is_ready(self._connection, select.POLLOUT):
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        if not poll.poll(0):
             self._loop.add_writer(self._connection, self._resume, self._connection)
             return False
         lent = False

@@ -22,7 +22,6 @@ Without descriptors to send the broker has 11 modules; on a busy machine 12, sin
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", BOUNDS)
 def test_an_attach_runs_through_few_modules_and_is_not_deep(share: str) -> None:
     command = [sys.executable, "-m", "benchmarks.trace", "attach", "--share", share]
