@@ -1,4 +1,7 @@
-"""``cubroker serve`` and ``cubroker config``: a broker's settings as options, served, checked and shown."""
+"""``cubroker serve`` and ``cubroker config``: a broker's settings as options, served, checked and shown.
+
+This module imports no settings: ``serve`` starts a gateway first, beside its other imports.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cubroker.cli import format, options
 from cubroker.protocol.errors import DeviceFailure, Invalid
-from cubroker.server.config.load import DEFAULT, ConfigSources, InvalidConfig
-from cubroker.server.config.schema import DEFAULT_BUDGET, SETTINGS, find, get, nearest
+from cubroker.server.config import DEFAULT_BUDGET, DEFAULT_DEVICES
+
+if TYPE_CHECKING:
+    from cubroker.server.config.load import ConfigSources
 
 FILE_VARIABLE = "CUBROKER_CONFIG"
 """The environment variable that names the file."""
@@ -27,6 +32,8 @@ def value(key: str) -> Callable[[str], str]:
     """
 
     def checked(text: str) -> str:
+        from cubroker.server.config.schema import get
+
         setting = get(key)
         try:
             setting.read(setting.kind.parse(text))
@@ -38,6 +45,8 @@ def value(key: str) -> Callable[[str], str]:
 
 
 def _assignment(assignment: str) -> tuple[str, str]:
+    from cubroker.server.config.schema import find, nearest
+
     key, _, text = (part.strip() for part in assignment.partition("="))
     if not find(key):
         raise click.BadParameter(f"there is no setting {key}; {nearest(key)}")
@@ -67,7 +76,7 @@ OPTIONS = (
         metavar="SPEC",
         type=value("devices"),
         help="cuda for all GPUs, cuda:0,1 for some, host:N for N emulated devices in host memory."
-        f"  [default: {SETTINGS['devices'].default}]",
+        f"  [default: {DEFAULT_DEVICES}]",
     ),
     options.serving_directory,
 )
@@ -114,11 +123,17 @@ def serve(file: Path | None, given: Mapping[str, str]) -> int:
     durable pools, sessions and leases stay: the next one goes on with them. SIGUSR1 makes way for that one, and waits
     for nothing that stays.
     """
-    from cubroker.driver import DriverError, load
     from cubroker.server import logs
-    from cubroker.server import main as broker
+    from cubroker.server.transport import gateway_start
 
-    with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}")):
+    with (
+        logs.to_standard_error() as complain,
+        options.reported(lambda why: complain(f"cubroker: {why}")),
+        gateway_start.in_advance() as gateway,
+    ):
+        from cubroker.driver import DriverError, load
+        from cubroker.server import main as broker
+
         handed = broker.stand_by(file, given)
         current = broker.configure(file, given)
         config = current.config
@@ -134,7 +149,7 @@ def serve(file: Path | None, given: Mapping[str, str]) -> int:
             raise DeviceFailure(f"no GPU to serve as {config.devices} ({error.name}); {advice}") from None
         with logs.to_standard_output() as say:
             ready = f"cubroker: serving {config.devices} in {config.directory}"
-            return broker.serve(current, lambda: say(ready), handed)
+            return broker.serve(current, lambda: say(ready), handed, gateway)
 
 
 @click.group("config")
@@ -153,6 +168,7 @@ def check(file: Path | None, given: Mapping[str, str]) -> int:
     without them.
     """
     from cubroker.server import monitoring
+    from cubroker.server.config.load import DEFAULT, InvalidConfig
 
     try:
         effective = _sources(file, given).read()
@@ -178,6 +194,8 @@ def show(file: Path | None, as_json: bool, given: Mapping[str, str]) -> int:
 
     FILE is what serve --config reads.
     """
+    from cubroker.server.config.schema import get
+
     effective = _sources(file, given).read()
     rows = [(get(key), value) for key, value in effective.values.items()]
     if as_json:
@@ -200,5 +218,7 @@ def show(file: Path | None, as_json: bool, given: Mapping[str, str]) -> int:
 
 
 def _sources(file: Path | None, given: Mapping[str, str]) -> ConfigSources:
+    from cubroker.server.config.load import ConfigSources
+
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many as serve raises the limit to
     return ConfigSources(file, given, os.environ, descriptors)

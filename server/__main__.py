@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cubroker.protocol.errors import CubrokerError, explain
 from cubroker.server import logs
-from cubroker.server.main import configure, serve, stand_by
+from cubroker.server.transport import gateway_start
 
 
 def main() -> int:
@@ -21,7 +21,9 @@ def main() -> int:
     parser.add_argument("--drain", help="seconds to wait for leases to end when it is told to; 10 by default")
     options = parser.parse_args()
     ready = f"cubroker: serving on {options.directory}"
-    with logs.to_standard_error() as say:
+    with logs.to_standard_error() as say, gateway_start.in_advance() as gateway:
+        from cubroker.server.main import configure, serve, stand_by
+
         try:
             given = {
                 "directory": str(options.directory),
@@ -32,7 +34,7 @@ def main() -> int:
             settings = {key: text for key, text in given.items() if text}
             handed = stand_by(options.config, settings)
             current = configure(options.config, settings)
-            return serve(current, lambda: say(ready), handed)
+            return serve(current, lambda: say(ready), handed, gateway)
         except CubrokerError as error:
             say(f"cubroker: {error.message}")
             return 1

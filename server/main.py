@@ -36,6 +36,7 @@ from cubroker.server.store.store import JOURNAL, AsyncNotifier, Store
 from cubroker.server.takeover import DOOR, REQUESTS, Directory, InheritedFds, inherited, readable, restore
 from cubroker.server.transport.admission import Listener
 from cubroker.server.transport.gateway_process import GatewayProcess
+from cubroker.server.transport.gateway_start import GatewayStart
 from cubroker.server.transport.session import SessionLog
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def serve(
     current: Current,
     ready: Callable[[], None] | None = None,
     handed: Mapping[str, Sequence[int]] | None = None,
+    gateway: GatewayStart | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status; SIGHUP reads the configuration again, if it is a file.
 
@@ -100,6 +102,7 @@ def serve(
         current: the configuration.
         ready: called once, when the broker serves clients and has told the service manager so; it must not block.
         handed: what :func:`stand_by` returned.
+        gateway: the first gateway, if it was started in advance.
 
     Raises:
         CubrokerError: the broker cannot start, or another one serves in its directory.
@@ -112,7 +115,7 @@ def serve(
         _check_room(fds.store)
         place = Directory(config.directory, config.access, fds.listening, fds.own, lasting=fds.lasting)
         undo.enter_context(place)
-        return asyncio.run(_run(place, current, fds, ready))
+        return asyncio.run(_run(place, current, fds, ready, gateway))
 
 
 def _check_room(store: Store | None) -> None:
@@ -224,12 +227,18 @@ class Parts(NamedTuple):
         logs.adjust(config.log.format, config.log.level)
 
 
-async def _run(place: Directory, current: Current, fds: InheritedFds, ready: Callable[[], None] | None) -> int:
+async def _run(
+    place: Directory,
+    current: Current,
+    fds: InheritedFds,
+    ready: Callable[[], None] | None,
+    gateway: GatewayStart | None,
+) -> int:
     """Start, serve until the first stop signal, and take everything down again. A signal may also end the start."""
     signals = Signals(reloads=current.sources.file is not None)
     async with AsyncExitStack() as undo:
         stop = asyncio.create_task(signals.stops.get())
-        starting = asyncio.create_task(_start(undo, place, current.config, fds))
+        starting = asyncio.create_task(_start(undo, place, current.config, fds, gateway))
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             parts = starting.result()
@@ -279,10 +288,12 @@ async def _reload(current: Current, signals: Signals, parts: Parts, service: Ser
             log.exception("the broker failed at reading its configuration again")
 
 
-async def _start(undo: AsyncExitStack, place: Directory, config: Config, fds: InheritedFds) -> Parts:
+async def _start(
+    undo: AsyncExitStack, place: Directory, config: Config, fds: InheritedFds, begun: GatewayStart | None
+) -> Parts:
     """Start all parts; ``undo`` takes down the parts that were started, even if a later one fails."""
     queue = EventQueue()
-    gateway = GatewayProcess(place.requests, place.path / REQUEST_SOCKET)
+    gateway = GatewayProcess(place.requests, place.path / REQUEST_SOCKET, begun)
     undo.push_async_callback(gateway.stop)
     gateway.start()  # it starts while the driver loads
     parts = await _build(undo, queue, gateway, config, fds.store)

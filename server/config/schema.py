@@ -26,6 +26,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from cubroker.driver.driver import parse_spec
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.messages import AUTO, IPC, VMM
+from cubroker.server.config import DEFAULT_BUDGET, DEFAULT_DEVICES
 from cubroker.server.ledger.memory import GRANULARITY
 from cubroker.server.ledger.policy import MAX_KEEP, MODE, Limits, NameReservation, Policy, Quota
 from cubroker.server.ledger.records import SESSION_FDS
@@ -35,7 +36,6 @@ PREFIX = "CUBROKER_"
 UNLIMITED = "unlimited"
 OFF = "off"
 
-DEFAULT_BUDGET = "90%"
 OTHERS = "default"  #: The key of the budget of all devices that have none of their own.
 PRIVATE, SHARED = 0o600, 0o660  #: The mode of the sockets: for the broker's own user (and root), and with a group.
 LARGEST_DEVICE = 1 << 62  #: Bytes of the device that budgets are validated against; the real devices are not known yet.
@@ -326,7 +326,7 @@ SETTINGS: Mapping[str, Setting] = {
     setting.key: setting
     for setting in (
         Setting("directory", PATH, live=False),
-        Setting("devices", DEVICES, "cuda", live=False),
+        Setting("devices", DEVICES, DEFAULT_DEVICES, live=False),
         Setting("budget", BUDGET, DEFAULT_BUDGET),
         Setting("keep", number(0, MAX_KEEP), 0),
         Setting("mode", mode(0o777), MODE),

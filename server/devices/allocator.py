@@ -28,7 +28,8 @@ from cubroker.driver import Context, Device, Driver, DriverError, Multicast, Phy
 from cubroker.driver.system_calls import FileId
 from cubroker.protocol.errors import InternalFailure, Invalid, Unavailable
 from cubroker.protocol.messages import BY_DESCRIPTOR, DESCRIPTOR, IPC, MULTICAST, VMM
-from cubroker.server.config.schema import DEFAULT_BUDGET, OTHERS, Budgets, parse_budget
+from cubroker.server.config import DEFAULT_BUDGET
+from cubroker.server.config.schema import OTHERS, Budgets, parse_budget
 from cubroker.server.event_queue import Event, EventQueue
 from cubroker.server.ledger import events
 from cubroker.server.ledger.events import AllocationId

@@ -11,15 +11,17 @@ megabytes takes as long as forwarding thousands of other requests. So the gatewa
 large requests aside. It forwards them in pieces, one piece after each batch of small requests, and clients take turns.
 What is set aside for a client is bounded; a request past the bound is dropped, and its client sends it again.
 
-:mod:`cubroker.server.transport.gateway_process` starts it as ``python -m cubroker.server.transport.gateway PIPE
-LISTENER PATH``; the first two are inherited descriptors. It ends when the broker's end of the pipe closes, and the
-kernel kills it when the broker dies: a gateway that hangs would not notice the end of a pipe.
+:mod:`cubroker.server.transport.gateway_start` starts it as ``python -m cubroker.server.transport.gateway PIPE``, with
+an inherited descriptor. The first message in that pipe has the path of the request socket and, as a descriptor, the
+socket that listens there. The gateway ends when the broker's end of the pipe closes, and the kernel kills it when the
+broker dies: a gateway that hangs would not notice the end of a pipe.
 """
 
 from __future__ import annotations
 
 import errno
 import linecache  # noqa: F401  a traceback imports this, and cannot once files are shut
+import os
 import resource
 import signal
 import socket
@@ -52,6 +54,8 @@ WEIGHT = 64 << 10
 """Bytes of a reply that count as one message, so that 64 MiB and one reply wait for a client which does not read."""
 
 HANDSHAKE = 10_000  #: Milliseconds that a peer may take to begin speaking ZMTP.
+
+MAX_PATH = 108  #: Bytes of a Unix socket's path (sun_path, unix(7)).
 
 NOT_LAST = zmq.SNDMORE | zmq.NOBLOCK
 READ_AND_WRITE = zmq.POLLIN | zmq.POLLOUT  #: Worked out once: joining two flags takes longer than sending a message.
@@ -230,14 +234,16 @@ def limit() -> None:
 
 
 def main() -> None:
-    """Run the gateway on the descriptors named on the command line."""
+    """Run the gateway on the pipe that the command line names by its descriptor."""
     hide()
     limit()
-    pipe, listener, path = sys.argv[1:]
-    with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
-        end.setblocking(False)
+    with socket.socket(fileno=int(sys.argv[1])) as end, zmq.Context() as context:
         restrict_files()  # before the context has threads
-        with bind(context, int(listener), path) as router:
+        path, listeners, _, _ = socket.recv_fds(end, MAX_PATH, 1)
+        if not listeners:  # the broker has ended
+            return
+        end.setblocking(False)
+        with bind(context, listeners[0], os.fsdecode(path)) as router:
             filter_calls()
             try:
                 Gateway(end, router).run()

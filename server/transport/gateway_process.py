@@ -28,7 +28,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -40,8 +39,9 @@ from cubroker.driver import system_calls
 from cubroker.protocol.errors import Unavailable, Unsupported, explain
 from cubroker.protocol.wire import MAX_MESSAGE, Digest, layout_start, session_of
 from cubroker.server.event_queue import BatchReceived, EventQueue, GatewayStarted
-from cubroker.server.hardening import blocked, obstacles, python_command
+from cubroker.server.hardening import obstacles
 from cubroker.server.transport import framing
+from cubroker.server.transport.gateway_start import GATEWAY, GatewayStart
 from cubroker.server.transport.unix_sockets import is_ready
 
 log = logging.getLogger(__name__)
@@ -376,26 +376,13 @@ async def watch(connection: GatewayConnection, path: Path) -> str:
 
 # -- the process -------------------------------------------------------------------------------------
 
-GATEWAY = "cubroker.server.transport.gateway"  #: The module that a gateway runs.
 STEADY = 10.0  #: Seconds that a gateway must have lived for the next one to be started without a delay.
 
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 
 GRACE = 1.0  #: Seconds that a gateway may take to end once the pipe to it has closed: it may have to say why.
-LEFT_TO_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a gateway has blocked from its first moment on. A terminal or a service manager sends them to all
-processes of a group; the broker ends the gateway when it is done."""
-
 LAST_WORDS = 4000  #: Bytes of a gateway's standard error that are kept for the log.
 _PART = 64 << 10  # bytes of it that are read at once
-
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_", "LD_", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "MALLOC_")
-"""Prefixes of the environment variables that a gateway inherits: those that an interpreter and its libraries need to
-start, such as the home directory, which may have the packages of one user.
-
-A process that peers reach must not have the other variables, which may hold secrets. Some also make an interpreter do
-more, such as write measurements to a file at its end, which would fail in a process that can open no file.
-"""
 
 
 class GatewayProcess:
@@ -404,11 +391,13 @@ class GatewayProcess:
     Args:
         listener: the listening socket of ``path``.
         path: the request socket.
+        begun: the start of the first one, if it was started in advance.
     """
 
-    def __init__(self, listener: socket.socket, path: Path) -> None:
+    def __init__(self, listener: socket.socket, path: Path, begun: GatewayStart | None = None) -> None:
         self._listener = listener
         self._path = path
+        self._begun = begun
         self._queue: EventQueue | None = None
         self._connection: GatewayConnection | None = None
         self._stopping = asyncio.Event()
@@ -417,7 +406,7 @@ class GatewayProcess:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the first gateway; :meth:`connect` waits for it."""
+        """Start the first gateway, or have the one that was started begin; :meth:`connect` waits for it."""
         for obstacle in obstacles():
             log.warning("the gateway is confined less than it could be: %s", obstacle)
         self._task = asyncio.create_task(self._keep_running())
@@ -505,16 +494,17 @@ class GatewayProcess:
             connection.close()
 
     async def _spawn(self) -> tuple[GatewayChild, GatewayConnection]:
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            _, connection = await loop.create_unix_connection(lambda: GatewayConnection(self._queue), sock=ours)
+        start, self._begun = self._begun or GatewayStart(), None
+        with contextlib.ExitStack() as undo:
+            undo.callback(start.close)
+            start.give(self._listener, self._path)
+            create = asyncio.get_running_loop().create_unix_connection
+            _, connection = await create(lambda: GatewayConnection(self._queue), sock=start.pipe)
+            undo.callback(connection.close)
             connection.listening.add_done_callback(self._announce)
-            try:
-                return GatewayChild(theirs.fileno(), self._listener.fileno(), self._path), connection
-            except BaseException:
-                connection.close()
-                raise
+            child = GatewayChild(start)
+            undo.pop_all()
+        return child, connection
 
     def _announce(self, listening: asyncio.Future[None]) -> None:
         if listening.cancelled():
@@ -526,45 +516,24 @@ class GatewayProcess:
 
 
 class GatewayChild:
-    """A process that runs a gateway. The loop reads its standard error, and watches for its end by a pidfd.
-
-    asyncio's own subprocesses are not used: on Python 3.11, and on any Python without ``pidfd_open``, asyncio has a
-    thread wait for each process. If there is no memory for such a thread, it never reports that it has begun, and the
-    event loop, which starts it, waits for that report without a limit.
+    """A gateway's process. The loop reads its standard error, and watches for its end by a pidfd.
 
     Args:
-        pipe: the gateway's end of the pipe.
-        listener: the listening socket.
-        path: its path.
+        start: its start, which this object closes when the process has ended.
 
     Raises:
-        OSError, MemoryError: the process could not be started.
+        OSError, MemoryError: the process cannot be watched.
     """
 
-    def __init__(self, pipe: int, listener: int, path: Path) -> None:
+    def __init__(self, start: GatewayStart) -> None:
         self._loop = asyncio.get_running_loop()
         self._status: asyncio.Future[int] = self._loop.create_future()
+        self._process, self._errors = start.process, start.errors
         self._said = b""
         #: Allocated in advance: if a read failed for want of memory, unread bytes would wake the loop again and again.
         self._room = bytearray(_PART)
-        with contextlib.ExitStack() as undo, contextlib.ExitStack() as given:
-            # All opened here: Popen leaks those that it has opened if it gets no descriptor for the next one (3.11).
-            nothing = given.enter_context(open(os.devnull, "rb"))
-            # Not the broker's own, which may block: a gateway that cannot write why it aborts does not end.
-            self._errors, errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            undo.callback(os.close, self._errors)
-            given.callback(os.close, errors)
-            os.set_blocking(errors, True)
-            with blocked(LEFT_TO_US):
-                self._process = subprocess.Popen(  # noqa: S603
-                    python_command(GATEWAY, str(pipe), str(listener), str(path)),
-                    env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
-                    stdin=nothing,
-                    stderr=errors,
-                    pass_fds=(pipe, listener),
-                )
-            undo.callback(self._process.wait)
-            undo.callback(self._process.kill)  # does nothing once it has ended
+        with contextlib.ExitStack() as undo:
+            undo.callback(start.close)
             pidfd = system_calls.pidfd_open(self.pid)
             undo.callback(os.close, pidfd)
             for descriptor, readable in ((self._errors, self._listen), (pidfd, self._exited)):

@@ -22,7 +22,7 @@ from tests.brokers import PATIENCE, eventually
 from tests.namespaces import children, unshare
 from tests.unit.cli.processes import environment, run
 from tests.unit.server.keeper.harness import Keep, Pupil, contents, memory
-from tests.unit.server.processes import alive, descriptors
+from tests.unit.server.processes import alive, descriptors, gateway_of
 
 
 def eager(answer: float, settled: float) -> list[str]:
@@ -150,6 +150,21 @@ def test_a_broker_stands_by_where_proc_hides_it_from_the_keeper(tmp_path: Path) 
     serve = [sys.executable, "-m", "cubroker.server", tmp_path / "run", "--devices", "host:1@64MiB"]
     with Keep(tmp_path, before=before, program=eager(60.0, 0.0), command=serve) as keep:
         standing_by(keep)
+
+
+def test_a_broker_stands_by_with_a_gateway_that_serves_as_soon_as_the_broker_does(tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "cubroker.server", tmp_path / "run", "--devices", "host:1@64MiB"]
+    with Keep(tmp_path, program=eager(60.0, 0.0), command=serve) as keep:
+        waiting = standing_by(keep)
+        gateway = gateway_of(waiting)
+        (first,) = {*children(keep.process.pid)} - {waiting}
+        os.kill(first, signal.SIGKILL)
+        keep.says(f"process {waiting} is ready")
+        assert gateway_of(waiting) == gateway
+        other = standing_by(keep, 2)
+        gateway = gateway_of(other)
+        os.kill(other, signal.SIGKILL)
+        eventually(lambda: not alive(gateway), "the end of the gateway of a process that stood by")
 
 
 def test_one_that_is_killed_while_it_stands_by_is_replaced(keep: Keep) -> None:
