@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from benchmarks import timeline
+from benchmarks import model_weights, timeline
 from benchmarks.timeline import Span
 from tests.brokers import PATIENCE
 
@@ -50,3 +51,20 @@ def test_a_load_is_drawn_from_exec_to_exit(tmp_path: Path, loads: int, over: str
     kinds |= set() if loads else {"client: interpreter", "client: import cubroker", "client: connect"}
     assert all(f" {kind} " in ended.stdout for kind in kinds), ended.stdout
     assert "<title>seal: " in (tmp_path / "timeline.svg").read_text()
+
+
+@pytest.mark.parametrize("loads", [0, 1])
+def test_the_drawn_load_is_not_the_first_of_its_broker(loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[float] = []
+
+    def placed(raw: Iterable[tuple[str, str, str, float, float]], began: float, ended: float) -> list[Span]:
+        del ended
+        allocated.extend(last - began for who, _, what, _, last in raw if (who, what) == ("broker", "allocate"))
+        return []
+
+    monkeypatch.setattr(timeline, "placed", placed)
+    monkeypatch.setenv("PYTHONPATH", "")  # which `take` sets
+    with model_weights.in_memory(model_weights.tensors(1_000_000)) as path:
+        timeline.take("host:1@64MiB", path, loads=loads)
+    before, drawn = sorted(allocated)
+    assert before < 0 < drawn
