@@ -5,6 +5,7 @@ Those that need torch run in this process, which has imported it already; the ot
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import runpy
@@ -81,7 +82,10 @@ class Here:
         self._capfd.readouterr()
         with warnings.catch_warnings():
             warnings.simplefilter("default")
-            runpy.run_path(str(script), run_name="__main__")
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            finally:
+                gc.unfreeze()  # what a script has frozen
         return self._capfd.readouterr().out
 
 
