@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
@@ -542,7 +542,7 @@ class Broker(Reconnecting):
             NotFound: the broker has no events of it (any more), or the session is another user's.
             Denied: the pool's mode keeps this user from reading it.
         """
-        if isinstance(subject, int):
+        if isinstance(subject, SupportsIndex):
             body = messages.Tell(None, session_number(subject))
         else:
             body = messages.Tell(fields.check_pool_name(subject), 0)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Self
+from typing import Self, SupportsIndex
 
 import msgspec
 
@@ -292,7 +292,7 @@ def base_version(name: str, base: object, directory: Path) -> int | None:
         if why:
             raise Invalid(f"{base!r} cannot be the base of an update: {why}")
         return base.version
-    if isinstance(base, int) and not isinstance(base, bool):
+    if isinstance(base, SupportsIndex) and not isinstance(base, bool):
         return version_number(base)
     if isinstance(base, str) and base == name:
         return None

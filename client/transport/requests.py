@@ -27,7 +27,7 @@ from math import inf
 from operator import index
 from threading import Lock
 from time import monotonic
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Generic, ParamSpec, SupportsIndex, TypeAlias, TypeVar, cast, get_args
 
 from msgspec import Struct
 
@@ -497,7 +497,7 @@ def whole(value: object, least: int = 0, most: int = MAX_EXTENT) -> int | None:
     return number if least <= number <= most else None
 
 
-def version_number(version: int | None) -> int:
+def version_number(version: SupportsIndex | None) -> int:
     """Return the number of a version, 0 for the current one."""
     if version is None:
         return 0
@@ -547,9 +547,11 @@ def uids(owner: Owners) -> tuple[int, ...]:
     """Return the numbers of users; for None, of the users in the environment. Empty stands for all users."""
     if owner is None:
         owner = [part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()]
-    if isinstance(owner, Iterable) and not isinstance(owner, str | bytes | Mapping):
-        return tuple(map(_uid, owner))
-    return (_uid(owner),)
+    users: Iterable[object] = (owner,)
+    if not isinstance(owner, str | bytes | Mapping):
+        with suppress(TypeError):  # it is a number, perhaps one that is an array without dimensions
+            users = iter(owner)  # type: ignore[arg-type]
+    return tuple(map(_uid, users))
 
 
 def _uid(owner: object) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -359,6 +360,21 @@ def test_a_name_may_be_text_of_any_type(client: Broker, name: str, kind: Callabl
     assert client.story(same)
     assert client.retire(same).version == 2
     assert client.wait_ended(same, 1, PATIENCE)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.array], ids=["numpy", "array without dimensions"])
+def test_a_number_may_be_an_integer_of_any_type(client: Broker, name: str, kind: Callable[[int], int]) -> None:
+    one, two, owner = kind(1), kind(2), kind(os.getuid())
+    client.publish(name, {"x": b"1"}, devices=[one])
+    with client.attach(name, version=one, device=one, owner=owner) as pool, client.watch(name, owner=[owner]) as watch:
+        assert client.publish(name, {"x": b"2"}, base=one) == 2
+        assert (pool.version, next(watch)) == (1, 2)
+        assert pool.switch(two) == 2
+    assert client.digests(name, two).digests is None
+    assert client.describe(name, two)[0].version == 2
+    assert client.story(kind(client.session))
+    assert client.retire(name, two).version == 2
+    assert client.wait_ended(name, two, PATIENCE)
 
 
 def test_a_closed_broker_says_so_and_can_be_closed_again(lender: BrokerProcess) -> None:
