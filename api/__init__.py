@@ -83,8 +83,9 @@ _MODULES = {
 """The module of every public name."""
 
 __path__ = [os.path.realpath(folder) for folder in __path__]  # a link on the way there may lead elsewhere later
-sys.meta_path.insert(0, ImportGuard(__name__, f"{__path__[0]}/__init__.py"))
-sys.meta_path.append(RenamedModules())
+if not any(isinstance(finder, ImportGuard) for finder in sys.meta_path):  # at a reload the first guard stays
+    sys.meta_path.insert(0, ImportGuard(__name__, f"{__path__[0]}/__init__.py"))
+    sys.meta_path.append(RenamedModules())
 
 
 def __getattr__(name: str) -> object:

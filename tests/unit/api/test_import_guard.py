@@ -83,6 +83,14 @@ def test_a_process_that_has_imported_no_errors_gets_an_import_error(tmp_path: Pa
     assert "ImportError: cannot import cubroker.client: " in result.stderr
 
 
+def test_a_reload_adds_no_finder_and_forgets_no_upgrade(tmp_path: Path) -> None:
+    package = PackageCopy(tmp_path)
+    script = "import cubroker, importlib, os, sys; before = [*sys.meta_path]; os.utime(cubroker.__file__); "
+    script += "importlib.reload(cubroker); assert sys.meta_path == before, sys.meta_path; import cubroker.driver"
+    result = subprocess.run([sys.executable, "-c", script], env=package.environ, stderr=subprocess.PIPE, text=True)
+    assert "ImportError: cannot import cubroker.driver: " in result.stderr
+
+
 def test_a_process_keeps_its_release_when_a_link_to_it_leads_to_another(tmp_path: Path) -> None:
     for release in ("1", "2"):
         (tmp_path / release).mkdir()
