@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from cubroker.client import Broker
 from cubroker.integrations.cluster import certificates as making
+from cubroker.integrations.cluster.striping import piece_size
 from cubroker.protocol import Layout
 from tests import sampling
 from tests.brokers import eventually
@@ -168,34 +169,51 @@ def test_every_version_comes_over_as_it_is_published(hosts: list[Host]) -> None:
 SLOW = "20mbit"
 """What the origin's link carries here: hosts that pass on what they have are faster by far."""
 
-TOGETHER = """
-import sys, time
+EVERYTHING = (1 << SIZE // piece_size(SIZE)) - 1
+"""All pieces of a version, as bits."""
+
+PARTS = """
+import json, sys, time
 from pathlib import Path
 from cubroker.integrations.cluster import messages
 from cubroker.integrations.cluster.connection import PeerConnection, parse
 from cubroker.integrations.cluster.striping import piece_size
 
 folder, size, addresses = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-connections, have, count = [], {}, size // piece_size(size)
-for address in addresses:
-    while True:
+connections, have, count = {}, {}, size // piece_size(size)
+everything = (1 << count) - 1
+
+def learn(address, runs):
+    found = messages.from_runs(runs, count)
+    have[address] = everything if found is None else found
+    print(json.dumps([have.get(each, 0) for each in addresses]), flush=True)
+
+while any(have.get(address) != everything for address in addresses):
+    for address in addresses - connections.keys():
         connection = PeerConnection(parse(address), folder)
         if offers := connection.ask(messages.List(), messages.Offers).offers:
-            break
-        connection.close()
-        time.sleep(0.05)
-    opened = connection.ask(messages.Open(offers[0].name, offers[0].version), messages.ExportedVersion, 60.0)
-    connections.append(connection)
-    have[address] = messages.from_runs(opened.runs, count)
-everything = (1 << count) - 1
-while None not in have.values() and have[addresses[0]] | have[addresses[1]] != everything:
-    for address, connection in zip(addresses, connections):
+            opened = connection.ask(messages.Open("m", offers[0].version), messages.ExportedVersion, 60.0)
+            connections[address] = connection
+            learn(address, opened.runs)
+        else:
+            connection.close()
+    for address, connection in connections.items():
         while connection.pending():
-            have[address] = messages.from_runs(connection.hear(messages.Available).runs, count)
+            learn(address, connection.hear(messages.Available).runs)
     time.sleep(0.01)
-print("all", flush=True)
 """
-"""Reads, of two hosts that fetch, what they have, until that together is all."""
+"""Prints, of hosts that fetch, which pieces each has, as bits, at every change until they have all."""
+
+
+@contextmanager
+def parts(watcher: Host, *hosts: Host) -> Iterator[Iterator[list[int]]]:
+    """Yield the pieces that each of the hosts has, as bits, at every change, as one of them is told."""
+    addresses = [host.address for host in hosts]
+    with watcher.running(PARTS, watcher.certificates, SIZE, *addresses) as process:
+        assert process.stdout is not None
+        yield map(json.loads, process.stdout)
+        process.kill()
+
 
 PARTIAL = """
 import sys
@@ -224,19 +242,21 @@ def from_each_other(hosts: list[Host], *arguments: str) -> list[subprocess.Popen
 
 
 def test_hosts_that_fetch_at_once_pass_on_what_they_have(hosts: list[Host]) -> None:
-    """The origin sends much less than each of them gets."""
+    """The origin ends when each has something; the next one brings what none has."""
     one, *others = hosts
     publish(one, digest=True)
     with ExitStack() as undo:
-        undo.enter_context(one.slowed(SLOW))
-        exporters = [undo.enter_context(host.exporting()) for host in hosts]
-        before = one.sent()
-        outcomes = [ended(process) for process in from_each_other(hosts)]
-        assert one.sent() - before < 2 * SIZE
-        assert all(
-            "is offered to other hosts while it is being fetched" in exporter.log() for exporter in exporters[1:]
-        )
-    assert sum(outcome["from_parts"] for outcome in outcomes) > SIZE // 4
+        exporters = [undo.enter_context(host.exporting()) for host in others]
+        with one.slowed(SLOW), one.exporting() as origin:
+            processes = from_each_other(hosts, "--patience", "60")
+            told = undo.enter_context(parts(one, *others))
+            assert next(have for have in told if all(have)) != [EVERYTHING] * 3
+            origin.kill()
+        assert next(have for have in told if len({*have}) == 1)
+        undo.enter_context(one.exporting())
+        outcomes = [ended(process) for process in processes]
+        assert all("is offered to other hosts while it is being fetched" in exporter.log() for exporter in exporters)
+    assert any(outcome["from_parts"] for outcome in outcomes)
     for host, outcome in zip(others, outcomes, strict=True):
         assert f"{host.address}:7411" not in outcome["sources"]
         assert held(host) == content(1)
@@ -247,10 +267,11 @@ def test_hosts_that_together_have_all_need_the_origin_no_more(hosts: list[Host])
     publish(one, digest=True)
     with one.slowed(SLOW), one.exporting() as origin, two.exporting(), three.exporting():
         processes = from_each_other([one, two, three])
-        with two.running(TOGETHER, two.certificates, SIZE, two.address, three.address) as together:
-            assert together.communicate(timeout=60)[0] == "all\n"
-        origin.kill()
-        assert all(ended(process)["fetched"] for process in processes)
+        with parts(two, two, three) as told:
+            assert next(have for have in told if have[0] | have[1] == EVERYTHING)
+            origin.kill()
+        outcomes = [ended(process) for process in processes]
+    assert any(outcome["from_parts"] for outcome in outcomes)
     assert held(two) == held(three) == content(1)
 
 

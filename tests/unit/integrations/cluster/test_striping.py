@@ -315,6 +315,30 @@ def test_hosts_that_take_pieces_by_chance_take_different_ones() -> None:
     assert len(first) > 20
 
 
+def test_hosts_that_fetch_at_once_take_little_more_than_one_copy_from_the_origin() -> None:
+    """Each second each of three hosts gets a piece from the origin, and one from each other host, if that has any."""
+    origin, hosts = 3, [striping(240, DEPTH, chance=Random(seed)) for seed in range(3)]
+    flying: dict[tuple[int, int], list[VersionPiece]] = {}
+    for slot, this in enumerate(hosts):
+        this.join(origin, 0.0, place=(slot, 8))
+        for other in {0, 1, 2} - {slot}:
+            this.join(other, 0.0, 0)
+    sent, now = 0, 0.0
+    while not all(this.finished for this in hosts):
+        told, now = [this.have for this in hosts], now + 1
+        for host, this in enumerate(hosts):
+            for source in {0, 1, 2, origin} - {host}:
+                if source != origin:
+                    this.has(source, told[source])
+                under_way = flying.setdefault((host, source), [])
+                while (begun := this.begin(source, now)) is not None:
+                    under_way.append(begun)
+                    sent += source == origin
+                if under_way:
+                    this.end(source, under_way.pop(0), now)
+    assert 1 <= sent / 240 < 1.25
+
+
 def test_a_part_is_one_of_every_replica() -> None:
     this = Striping(cut([20, 10], [0, 3], 10), 9)
     this.join(1, 0.0, 0b110)
