@@ -99,6 +99,7 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         signal.signal(signal.SIGINT, self._handle)
         gc.disable()  # what it ends at a moment of its own, Python's old threads above all, is no place of the work's
+        sys._getframe().f_trace_opcodes = True  # else Python 3.12 reports none to the first trace function
         sys.settrace(self._called)
         return self
 

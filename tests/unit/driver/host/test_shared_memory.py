@@ -400,8 +400,9 @@ def test_a_forked_child_is_refused_and_harms_nothing(context: Context, owner: Ot
 
 
 FORKING_TWICE = """
-import os, sys
+import os, sys, warnings
 from cubroker.driver import load
+warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork with threads; that is what is tested
 driver = load(sys.argv[1])
 context = driver.context(0)
 context.export(context.allocate(2 << 20))

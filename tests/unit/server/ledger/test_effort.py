@@ -55,6 +55,7 @@ def counted(call: Callable[[], T]) -> tuple[T, int]:
         return count
 
     before = sys.gettrace()  # that of whoever measures coverage
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 reports none to the first trace function
     sys.settrace(count)
     try:
         result = call()
@@ -249,6 +250,7 @@ def test_a_restart_costs_in_proportion_to_the_versions_that_are_kept() -> None:
         assert len(goes_on.held_memory()) == kept + 1
         return restored, resumed, ended
 
+    cost(1)  # Python 3.13 counts no opcodes of a function that runs while it is traced for the first time
     # Less than IN_PROPORTION: lists for each version would be only half of the opcodes that restore 400 versions.
     assert all(many < few * 1.25 * MANY / FEW for few, many in zip(cost(FEW), cost(MANY), strict=True))
 
