@@ -119,13 +119,8 @@ def fetch(
         Unsupported: the engine is not installed here (``cubroker[nixl]``), or the broker is too old to keep digests.
         CubrokerError: an error of the broker, as for :meth:`cubroker.Broker.create`. After any error no draft is left.
     """
-    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
-    asked = {
-        "version": version_number(version),
-        "if_absent": flag(if_absent, "if_absent"),
-        "owners": uids(owner),
-        "wait": seconds(wait),
-    }
+    terms: dict[str, Any] = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
+    asked: dict[str, Any] = {"version": version, "if_absent": if_absent, "owner": owner, "wait": wait}
     order = _ordered(name, sources, directory, certificates, devices, connect_timeout=connect_timeout, **terms, **asked)
     return carry_out(order, progress, waiting)
 
@@ -156,8 +151,8 @@ def follow(
         Denied: a side rejects the other's certificate, or this user may not publish here.
         CubrokerError: any other error that is not temporary.
     """
-    terms = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
-    asked = {"connect_timeout": connect_timeout, "if_changed": True, "wait": PAUSES[1]}
+    terms: dict[str, Any] = {"share": share, "mode": mode, "durable": durable, "width": width, "patience": patience}
+    asked: dict[str, Any] = {"connect_timeout": connect_timeout, "if_changed": True, "wait": PAUSES[1]}
     order = _ordered(name, sources, directory, certificates, devices, **terms, **asked)
     if not order.peers:
         raise Unavailable(f"{name} cannot be followed: no host is known")
@@ -222,14 +217,22 @@ def _ordered(
     directory: str | os.PathLike[str] | None,
     certificates: str | os.PathLike[str] | None,
     devices: Sequence[DeviceId] | None,
+    *,
+    durable: bool | None,
+    wait: float,
+    version: int | None = None,
+    if_absent: bool = False,
+    owner: Owners = (),
     **terms: Any,
 ) -> Order:
     """Make an order from a caller's arguments; raises ``Invalid`` for arguments that no order can have."""
-    name = fields.check_pool_name(name)
-    if terms["durable"] is not None:
-        terms["durable"] = flag(terms["durable"], "durable")
     order = Order(
-        name=name,
+        name=fields.check_pool_name(name),
+        version=version_number(version),
+        durable=None if durable is None else flag(durable, "durable"),
+        if_absent=flag(if_absent, "if_absent"),
+        owners=uids(owner),
+        wait=seconds(wait),
         peers=_listed("sources", sources),
         certificates=os.fspath(find_folder(certificates)),
         directory=None if directory is None else os.fspath(absolute(directory)),
