@@ -7,8 +7,8 @@ from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from threading import Event
+from typing import Any
 
 from cubroker.client.broker import Broker
 from cubroker.client.devices import DeviceId, Plan, chosen, context, doing, find_plan, resolve_plan
@@ -18,6 +18,7 @@ from cubroker.client.loading.checkpoint import Checkpoint, Paths
 from cubroker.client.loading.copy import FileCopy
 from cubroker.client.loading.read_plan import target_of
 from cubroker.client.loading.threads import Progress
+from cubroker.client.pool import Pool
 from cubroker.client.transport.requests import Owners, flag, uids
 from cubroker.protocol import Layout
 from cubroker.protocol.errors import CubrokerError
@@ -95,16 +96,14 @@ def load(
     digest, if_absent = flag(digest, "digest"), flag(if_absent, "if_absent")
     if digest and not if_absent:  # with `if_absent` the pool may exist already, with digests
         need(broker._session, name)
-    first = next(iter(chosen(devices, plan)), 0)  # `ask` below refuses anything that is not a device
+    first = next(iter(chosen(devices, plan)), 0)  # `drafted` below refuses anything that is not a device
     with FileCopy("cubroker-load", lambda: context(broker.driver, first), progress=progress) as copy:
         if not if_absent:  # with `if_absent` another process may load, so that this one has nothing to make ready
             copy.begin()
         with Checkpoint.open(paths) as checkpoint:
             layout, places = _planned(broker, copy, checkpoint, plan, slab)
-            ask = partial(broker.attach_or_create, owner=trusted(broker, owner)) if if_absent else broker.create
-            with ask(
-                name, layout, devices=devices, plan=places, share=share, wait=wait, mode=mode, durable=durable
-            ) as pool:
+            terms = {"devices": devices, "plan": places, "share": share, "wait": wait, "mode": mode, "durable": durable}
+            with drafted(broker, name, layout, owner, if_absent=if_absent, **terms) as pool:
                 version, held, copying = pool.version, pool.layout, 0.0
                 if loaded := isinstance(pool, Draft):
                     version, copying = _published(broker, copy, checkpoint, pool, digest=digest)
@@ -133,6 +132,25 @@ def _published(
         seconds = copy.into([target_of(replica) for replica in draft.replicas])
     checkpoint.check_unchanged()
     return draft.seal(digest=digest), seconds
+
+
+def drafted(broker: Broker, name: str, layout: Layout, owner: Owners, *, if_absent: bool, **terms: Any) -> Pool:
+    """Return a draft; with ``if_absent`` the current version, if there is one, also if it is published during the wait.
+
+    Args:
+        broker: the session to work in.
+        name: the pool.
+        layout: of the draft.
+        owner: users whose version is accepted, as for :func:`load`.
+        if_absent: as for :func:`load`.
+        terms: further arguments of :meth:`Broker.create`.
+
+    Raises:
+        CubrokerError: as :meth:`Broker.create`, and with ``if_absent`` as :meth:`Broker.attach_or_create`.
+    """
+    if if_absent:
+        return broker.attach_or_create(name, layout, owner=trusted(broker, owner), **terms)
+    return broker.create(name, layout, **terms)
 
 
 def trusted(broker: Broker, owner: Owners) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import BinaryIO, TypeAlias
@@ -272,11 +271,12 @@ def _same(broker: Broker, order: Order, opened: ExportedVersion) -> Pool | None:
 
 def _drafted(broker: Broker, order: Order, layout: Layout, wait: float) -> Pool:
     """Return a draft, or with ``if_absent`` the version that another writer has published in between."""
-    owners = loader.trusted(broker, order.owners)
-    ask = partial(broker.attach_or_create, owner=owners) if order.if_absent else broker.create
-    return ask(
+    return loader.drafted(
+        broker,
         order.name,
         layout,
+        order.owners,
+        if_absent=order.if_absent,
         devices=order.devices,
         share=order.share,
         wait=wait,
