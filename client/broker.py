@@ -34,7 +34,7 @@ from cubroker.client.transport.requests import (
 )
 from cubroker.protocol import fields, messages
 from cubroker.protocol.errors import Invalid, Retired
-from cubroker.protocol.layout import Layout, TensorIndex, Tensors, triples
+from cubroker.protocol.layout import Layout, TensorIndex, Tensors
 from cubroker.protocol.status import ClientInfo, DeviceInfo, Line, PoolInfo
 
 if TYPE_CHECKING:  # at run time, modules that most readers do not need are imported at their first use
@@ -214,7 +214,7 @@ class Broker(Reconnecting):
             Unsupported: a device does not support the share kind, or that cannot be durable.
             OutOfMemory, DeviceFailure: the memory could not be allocated or mapped.
         """
-        layout, placed = self._lay_out(layout, devices, plan)
+        layout, placed = local.lay_out(self.driver, layout, devices, plan)
         body = self._creation(name, layout, placed, share, wait, mode, durable, writable=writable)
         return self._drafted(body, layout)
 
@@ -258,7 +258,7 @@ class Broker(Reconnecting):
         """
         if devices is None and plan is None and device is not None:
             devices = (device,)
-        layout, placed = self._lay_out(layout, devices, plan)
+        layout, placed = local.lay_out(self.driver, layout, devices, plan)
         if device is None and plan is None:
             device = placed.devices[0]
         where = self._where(name, device, owner, peer=peer)
@@ -614,19 +614,6 @@ class Broker(Reconnecting):
         finally:
             session.cleanup.put(guard)
         yield from session.left()
-
-    def _lay_out(
-        self, layout: Layout | Tensors, devices: Sequence[DeviceId] | None, plan: Plan | None
-    ) -> tuple[Layout, Placed]:
-        """Return a layout that is checked, and the devices of its allocations."""
-        places = None if plan is None else local.find_plan(self.driver, plan)
-        if isinstance(layout, Layout):
-            layout.check()
-        else:
-            tensors = tuple(triples(layout))
-            groups = None if places is None else local.resolve_plan(places, (name for name, *_ in tensors))
-            layout = Layout.pack(tensors, groups=groups)
-        return layout, place(self.driver, layout, devices, places)
 
     def _creation(
         self,

@@ -15,7 +15,7 @@ from cubroker.driver.buffers import keep_first
 from cubroker.driver.device_names import CURRENT, UnknownDevice, label, written
 from cubroker.protocol.errors import CubrokerError, DeviceFailure, Invalid, NotFound, OutOfMemory, Unavailable
 from cubroker.protocol.fields import MAX_DEVICES
-from cubroker.protocol.layout import Layout
+from cubroker.protocol.layout import Layout, Tensors, triples
 
 DeviceId: TypeAlias = device_names.DeviceId
 """A device: an ordinal of this process, ``cuda:0``, a framework's object, or a UUID or the beginning of one."""
@@ -158,6 +158,25 @@ def place(driver: Driver, layout: Layout, devices: Sequence[DeviceId] | None, pl
         raise Invalid(f"the plan places tensors on {where}, which `devices` does not name; add it there")
     homes = layout.spread(resolve_plan(plan, (tensor.name for tensor in layout.tensors)))
     return Placed(uuids, tuple(map(uuids.index, homes)))
+
+
+def lay_out(
+    driver: Driver, layout: Layout | Tensors, devices: Sequence[DeviceId] | None, plan: Plan | None
+) -> tuple[Layout, Placed]:
+    """Check a layout, or pack one of tensors as :meth:`Layout.pack` takes them; return it, and where it is to be.
+
+    Raises:
+        NotFound: as :func:`place`.
+        Invalid: as :func:`place` and :meth:`Layout.pack`.
+    """
+    places = None if plan is None else find_plan(driver, plan)
+    if isinstance(layout, Layout):
+        layout.check()
+    else:
+        tensors = tuple(triples(layout))
+        groups = None if places is None else resolve_plan(places, (name for name, *_ in tensors))
+        layout = Layout.pack(tensors, groups=groups)
+    return layout, place(driver, layout, devices, places)
 
 
 def chosen(devices: Sequence[DeviceId] | None, plan: Plan | None) -> tuple[DeviceId, ...]:
