@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
-from time import monotonic
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from cubroker.client import devices as local
 from cubroker.client.devices import DeviceId, Placed, Plan, place
 from cubroker.client.fork_guard import WeakRefs
 from cubroker.client.memory.lease import acquire
-from cubroker.client.notices import Count, Watch
+from cubroker.client.notices import Watch
 from cubroker.client.pool import Pool
 from cubroker.client.session import Reconnecting
 from cubroker.client.transport.requests import (
@@ -401,30 +400,7 @@ class Broker(Reconnecting):
             OverQuota: this session, or this user, watches as many pools as it may.
         """
         name = fields.check_pool_name(name)
-        number, deadline = version_number(version), monotonic() + time_limit(timeout)
-        session, changes = self._session, Count(name)
-        session.require(messages.ENDS, f"wait for the end of versions of {name!r}", "tell")
-        try:
-            yield from session.hear(changes)
-            while True:
-                heard = changes.heard
-                if (yield from self._has_ended(name, number)):
-                    return True
-                if not (yield from changes.more(heard, deadline - monotonic())):
-                    return False
-        finally:
-            session.watches.remove(changes)
-
-    def _has_ended(self, name: str, version: int) -> Steps[bool]:
-        pools = (yield from self._session.ask(messages.ListPools(), messages.Pools)).pools
-        left = {pool.version for pool in pools if pool.name == name and pool.state not in ("draft", "current")}
-        if not version or version in left:
-            return not left
-        try:
-            yield from self._session.ask(messages.Describe(name, version), messages.Description)
-        except Retired:
-            return True
-        return False  # it is current, or a draft
+        return self._session.wait_ended(name, version_number(version), time_limit(timeout))
 
     def follow(self, name: str, *, owner: Owners = None, timeout: float | None = None) -> Follow:
         """Return an iterator, also an asynchronous one, over the pool's current version, now and after every change.

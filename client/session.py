@@ -18,12 +18,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import RLock, current_thread
+from time import monotonic
 from typing import ClassVar, Generic, TypeVar
 
 from cubroker.client import devices
 from cubroker.client.cleanup_thread import CleanupThread, Guard
 from cubroker.client.fork_guard import Closeable, NotPicklable, OwnerProcess, SessionThread, WeakRefs, fork_lock
-from cubroker.client.notices import DrainState, Notices, Rebindable, Watch, Watcher, Watches
+from cubroker.client.notices import Count, DrainState, Notices, Rebindable, Watch, Watcher, Watches
 from cubroker.client.transport.connection import (
     Connection,
     Shortage,
@@ -37,8 +38,19 @@ from cubroker.client.transport.fd_receiver import FdReceiver
 from cubroker.client.transport.handshake import greet, until_served
 from cubroker.client.transport.requests import Future, Requests, Steps, expect, run, seconds
 from cubroker.driver import Driver
-from cubroker.protocol.errors import CubrokerError, TimedOut, Unavailable, Unsupported, explain
-from cubroker.protocol.messages import Done, Find, Found, Reply, Request
+from cubroker.protocol.errors import CubrokerError, Retired, TimedOut, Unavailable, Unsupported, explain
+from cubroker.protocol.messages import (
+    ENDS,
+    Describe,
+    Description,
+    Done,
+    Find,
+    Found,
+    ListPools,
+    Pools,
+    Reply,
+    Request,
+)
 from cubroker.protocol.paths import absolute, find_directory
 from cubroker.protocol.wire import authentication
 
@@ -318,6 +330,32 @@ class ClientSession:
         except BaseException:
             self.watches.remove(watcher)
             raise
+
+    def wait_ended(self, name: str, version: int, timeout: float) -> Steps[bool]:
+        """Do as :meth:`.Broker.wait_ended`; version 0 stands for all that are neither current nor a draft."""
+        deadline, changes = monotonic() + timeout, Count(name)
+        self.require(ENDS, f"wait for the end of versions of {name!r}", "tell")
+        try:
+            yield from self.hear(changes)
+            while True:
+                heard = changes.heard
+                if (yield from self._has_ended(name, version)):
+                    return True
+                if not (yield from changes.more(heard, deadline - monotonic())):
+                    return False
+        finally:
+            self.watches.remove(changes)
+
+    def _has_ended(self, name: str, version: int) -> Steps[bool]:
+        pools = (yield from self.ask(ListPools(), Pools)).pools
+        left = {pool.version for pool in pools if pool.name == name and pool.state not in ("draft", "current")}
+        if not version or version in left:
+            return not left
+        try:
+            yield from self.ask(Describe(name, version), Description)
+        except Retired:
+            return True
+        return False  # it is current, or a draft
 
     # -- the end -----------------------------------------------------------------------------------
 
