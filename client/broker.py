@@ -399,8 +399,7 @@ class Broker(Reconnecting):
             Unsupported: the broker is too old to report that.
             OverQuota: this session, or this user, watches as many pools as it may.
         """
-        name = fields.check_pool_name(name)
-        return self._session.wait_ended(name, version_number(version), time_limit(timeout))
+        return self._session.wait_ended(fields.check_pool_name(name), version_number(version), time_limit(timeout))
 
     def follow(self, name: str, *, owner: Owners = None, timeout: float | None = None) -> Follow:
         """Return an iterator, also an asynchronous one, over the pool's current version, now and after every change.
@@ -641,35 +640,14 @@ class Broker(Reconnecting):
     ) -> Publication:
         """Prepare a version that shares unchanged memory with another one; ``ask`` is :meth:`_creation`."""
         self._session.require(messages.UPDATES, f"an update of {name!r}", "share memory", "publish all tensors")
-        from cubroker.client.digests import sealed
-        from cubroker.client.publish import Publication
+        from cubroker.client.publish import update
 
         with ExitStack() as undo:
             pool, info, homes = self._base(name, base, sources, undo)
-            lease = pool.lease
-
-            def check() -> None:  # not by a hold, which would refuse a switch while this waits for room
-                if (pool.lease, pool.version) != (lease, info.version):
-                    raise Invalid(
-                        f"version {info.version} of {name!r} cannot be the base of an update: its pool fell asleep or"
-                        f" was switched during the update; give the version's number, or publish again"
-                    )
-
-            laid_out, changed = sources.update(pool, homes, info.devices)
-            undo.callback(changed.drop)
-            layout, kept = laid_out.layout, laid_out.kept
-            plan = tuple(map(info.devices.index, map(str, laid_out.groups))) if homes else None
-            digests = sealed(repr(pool), pool.digest_ranges(), self.digests(name, info.version)) if digest else {}
-            shared = {
-                (uuid, number): digests[old]
-                for index, uuid in enumerate(info.devices)
-                for number, old in enumerate(kept)
-                if digest and old is not None and (plan is None or plan[number] == index)
-            }
-            placed, shares = Placed(info.devices, plan), messages.Base(info.version, kept)
-            body, ours = ask(layout, placed, base=shares), None if pool is base else pool
+            known = self.digests(name, info.version) if digest else None
+            found = update(self._session, self._drafted, ask, sources, pool, info, homes, known, close=pool is not base)
             undo.pop_all()
-            return Publication(self._session, self._drafted, body, layout, changed, digest, shared, check, ours)
+            return found
 
     def _base(
         self, name: str, base: Pool | int | str, sources: Sources, undo: ExitStack
@@ -710,7 +688,6 @@ class Broker(Reconnecting):
         return messages.Where(uuid, local.reachable(self.driver, uuid) if uuid and peer else (), owners)
 
     def _owners(self, what: str, name: str, owner: Owners, since: int) -> tuple[int, ...]:
-        owners = uids(owner)
-        if owners:
+        if owners := uids(owner):
             self._session.require(since, f"{what} {name!r} of a certain owner", "check it")
         return owners

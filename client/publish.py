@@ -20,7 +20,8 @@ import msgspec
 
 from cubroker.client.arrays import Array, Arrays, DeviceArray, HostArray, batches
 from cubroker.client.delta import Change, Updated, differing, updated
-from cubroker.client.devices import DeviceId, Plan, context, doing, find_plan, resolve_plan
+from cubroker.client.devices import DeviceId, Placed, Plan, context, doing, find_plan, resolve_plan
+from cubroker.client.digests import sealed
 from cubroker.client.draft import Draft, describe
 from cubroker.client.loading.checkpoint import StoredTensor
 from cubroker.client.loading.copy import FileCopy
@@ -35,6 +36,7 @@ from cubroker.driver.kernels import Segment
 from cubroker.protocol import messages
 from cubroker.protocol.errors import Invalid
 from cubroker.protocol.layout import Layout, TensorSpec, form
+from cubroker.protocol.status import PoolInfo
 
 _Placed = tuple[str, TensorSpec, int]
 """An array by name, its place, and its bytes."""
@@ -268,6 +270,62 @@ class Publication(msgspec.Struct, eq=False):
             self.base._memory().end()  # even if the traceback of an error refers to tensors of it
             if self.base.let_go():
                 yield from self.base.confirming()
+
+
+def update(
+    session: ClientSession,
+    drafted: Callable[[messages.Create, Layout], Steps[Draft]],
+    ask: Callable[..., messages.Create],
+    sources: Sources,
+    base: Pool,
+    info: PoolInfo,
+    homes: Sequence[str],
+    known: messages.DigestList | None,
+    *,
+    close: bool,
+) -> Publication:
+    """Prepare a version that shares the memory of an earlier one as far as that has not changed.
+
+    Args:
+        session: in which it is published.
+        drafted: as for :class:`Publication`.
+        ask: makes the request of a layout, where it is placed, and a ``base``.
+        sources: all arrays that may have changed.
+        base: the earlier version, with all its tensors.
+        info: the broker's information on it.
+        homes: as for :meth:`Sources.update`.
+        known: its digests, if the version is published with digests.
+        close: whether the base is closed at the end.
+
+    Raises:
+        CubrokerError: as :meth:`Sources.update` and :func:`~.digests.sealed`.
+    """
+    lease = base.lease
+
+    def check() -> None:  # not by a hold, which would refuse a switch while this waits for room
+        if (base.lease, base.version) != (lease, info.version):
+            raise Invalid(
+                f"version {info.version} of {info.name!r} cannot be the base of an update: its pool fell asleep or"
+                f" was switched during the update; give the version's number, or publish again"
+            )
+
+    laid_out, changed = sources.update(base, homes, info.devices)
+    with ExitStack() as undo:
+        undo.callback(changed.drop)
+        layout, kept = laid_out.layout, laid_out.kept
+        plan = tuple(map(info.devices.index, map(str, laid_out.groups))) if homes else None
+        digests = sealed(repr(base), base.digest_ranges(), known) if known else {}
+        shared = {
+            (uuid, number): digests[old]
+            for index, uuid in enumerate(info.devices)
+            for number, old in enumerate(kept)
+            if known and old is not None and (plan is None or plan[number] == index)
+        }
+        body = ask(layout, Placed(info.devices, plan), base=messages.Base(info.version, kept))
+        ours = base if close else None
+        found = Publication(session, drafted, body, layout, changed, bool(known), shared, check, ours)
+        undo.pop_all()
+    return found
 
 
 def base_version(name: str, base: object, directory: Path) -> int | None:
