@@ -11,10 +11,11 @@ megabytes takes as long as forwarding thousands of other requests. So the gatewa
 large requests aside. It forwards them in pieces, one piece after each batch of small requests, and clients take turns.
 What is set aside for a client is bounded; a request past the bound is dropped, and its client sends it again.
 
-:mod:`cubroker.server.transport.gateway_start` starts it as ``python -m cubroker.server.transport.gateway PIPE``, with
-an inherited descriptor. The first message in that pipe has the path of the request socket and, as a descriptor, the
-socket that listens there. The gateway ends when the broker's end of the pipe closes, and the kernel kills it when the
-broker dies: a gateway that hangs would not notice the end of a pipe.
+:mod:`cubroker.server.transport.gateway_start` starts it as ``python -m cubroker.server.transport.gateway PIPE LISTENER
+PATH``; the first two are inherited descriptors. One that is started in advance gets PIPE alone: the first message there
+has the path of the request socket and, as a descriptor, the socket that listens there. The gateway ends when the
+broker's end of the pipe closes, and the kernel kills it when the broker dies: a gateway that hangs would not notice the
+end of a pipe.
 """
 
 from __future__ import annotations
@@ -223,6 +224,12 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], listener: int, path: str) -> z
     return router
 
 
+def receive(pipe: socket.socket) -> tuple[int, str]:
+    """Wait for the listening socket, and return its descriptor and its path; the path is empty if the broker ended."""
+    path, listeners, _, _ = socket.recv_fds(pipe, MAX_PATH, 1)
+    return (listeners[0], os.fsdecode(path)) if listeners else (-1, "")
+
+
 def limit() -> None:
     """Bound this process's descriptors, memory, life and rights."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -234,16 +241,17 @@ def limit() -> None:
 
 
 def main() -> None:
-    """Run the gateway on the pipe that the command line names by its descriptor."""
+    """Run the gateway on the descriptors named on the command line."""
     hide()
     limit()
-    with socket.socket(fileno=int(sys.argv[1])) as end, zmq.Context() as context:
+    pipe, *given = sys.argv[1:]
+    with socket.socket(fileno=int(pipe)) as end, zmq.Context() as context:
         restrict_files()  # before the context has threads
-        path, listeners, _, _ = socket.recv_fds(end, MAX_PATH, 1)
-        if not listeners:  # the broker has ended
+        listener, path = given or receive(end)
+        if not path:  # the broker has ended
             return
         end.setblocking(False)
-        with bind(context, listeners[0], os.fsdecode(path)) as router:
+        with bind(context, int(listener), path) as router:
             filter_calls()
             try:
                 Gateway(end, router).run()

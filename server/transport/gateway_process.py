@@ -494,10 +494,9 @@ class GatewayProcess:
             connection.close()
 
     async def _spawn(self) -> tuple[GatewayChild, GatewayConnection]:
-        start, self._begun = self._begun or GatewayStart(), None
         with contextlib.ExitStack() as undo:
+            start = self._begin()
             undo.callback(start.close)
-            start.give(self._listener, self._path)
             create = asyncio.get_running_loop().create_unix_connection
             _, connection = await create(lambda: GatewayConnection(self._queue), sock=start.pipe)
             undo.callback(connection.close)
@@ -505,6 +504,20 @@ class GatewayProcess:
             child = GatewayChild(start)
             undo.pop_all()
         return child, connection
+
+    def _begin(self) -> GatewayStart:
+        """Return a gateway that has the request socket: the one that was started in advance, or another one."""
+        begun, self._begun = self._begun, None
+        if begun:
+            try:
+                begun.give(self._listener, self._path)
+            except OSError as error:
+                begun.close()
+                reason = explain(error)
+                log.warning("the gateway that was started in advance gets no work (%s); another one starts", reason)
+            else:
+                return begun
+        return GatewayStart(self._listener, self._path)
 
     def _announce(self, listening: asyncio.Future[None]) -> None:
         if listening.cancelled():

@@ -1,6 +1,6 @@
 """The start of a gateway's process, which takes as long as the imports of a broker, and so begins before them.
 
-This module imports little. A gateway that was started waits until the broker hands it the request socket.
+This module imports little. A gateway that was started in advance waits until the broker hands it the request socket.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ class GatewayStart:
     thread wait for each process. If there is no memory for such a thread, it never reports that it has begun, and the
     event loop, which starts it, waits for that report without a limit.
 
+    Args:
+        listener: the request socket, which listens; None if :meth:`give` hands it over later.
+        path: its path.
+
     Raises:
         OSError, MemoryError: the process could not be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listener: socket.socket | None = None, path: Path | None = None) -> None:
         with ExitStack() as undo, ExitStack() as given:
             # All opened here: Popen leaks those that it has opened if it gets no descriptor for the next one (3.11).
             nothing = given.enter_context(open(os.devnull, "rb"))
@@ -55,22 +59,29 @@ class GatewayStart:
             self.pipe, theirs = socket.socketpair()
             undo.enter_context(self.pipe)
             given.enter_context(theirs)
+            inherited, arguments = [theirs.fileno()], [str(theirs.fileno())]
+            if listener:
+                inherited.append(listener.fileno())
+                arguments += str(listener.fileno()), str(path)
             with blocked(LEFT_TO_US):
                 self.process = subprocess.Popen(  # noqa: S603
-                    python_command(GATEWAY, str(theirs.fileno())),
+                    python_command(GATEWAY, *arguments),
                     env={name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)},
                     stdin=nothing,
                     stderr=errors,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=inherited,
                 )
             undo.callback(self.process.wait)
             undo.callback(self.process.kill)  # does nothing once it has ended
             self._undo = undo.pop_all()
 
     def give(self, listener: socket.socket, path: Path) -> None:
-        """Hand over the listening socket of ``path``, the request socket: the gateway can begin."""
-        with suppress(ConnectionError):  # it has ended, as the broker will notice
-            socket.send_fds(self.pipe, [os.fsencode(path)], [listener.fileno()])
+        """Hand over the listening socket of ``path``, the request socket: the gateway can begin.
+
+        Raises:
+            OSError: the process has ended, or the kernel passes no descriptor, as when too many are in flight.
+        """
+        socket.send_fds(self.pipe, [os.fsencode(path)], [listener.fileno()])
 
     def close(self) -> None:
         """Kill the process unless it has ended, and close everything; may be called again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from cubroker.protocol.errors import Unavailable
 from cubroker.server.event_queue import EventQueue
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.gateway_start import GatewayStart, in_advance
@@ -35,6 +35,12 @@ def listener(path: Path) -> Iterator[socket.socket]:
         listener.bind(str(path))
         listener.listen()
         yield listener
+
+
+def test_it_listens_immediately_if_it_inherits_the_request_socket(listener: socket.socket, path: Path) -> None:
+    with closing(GatewayStart(listener, path)) as start:
+        start.pipe.settimeout(PATIENCE)
+        assert start.pipe.recv(1) == LISTENS
 
 
 def test_it_listens_once_it_has_the_request_socket(listener: socket.socket, path: Path) -> None:
@@ -61,13 +67,6 @@ def test_closed_it_leaves_nothing_behind() -> None:
     assert files(os.getpid()) <= before
 
 
-def test_one_that_has_ended_can_be_given_work(listener: socket.socket, path: Path) -> None:
-    with closing(GatewayStart()) as start:
-        start.process.kill()
-        start.process.wait()
-        start.give(listener, path)
-
-
 def test_the_first_gateway_of_a_broker_is_the_one_that_was_started(listener: socket.socket, path: Path) -> None:
     async def test(start: GatewayStart) -> None:
         gateway = GatewayProcess(listener, path, start)
@@ -84,22 +83,34 @@ def test_the_first_gateway_of_a_broker_is_the_one_that_was_started(listener: soc
         assert not alive(start.process.pid)
 
 
-def test_one_that_died_before_its_broker_needed_it_is_an_error_with_its_reason(
-    listener: socket.socket, path: Path
+@pytest.mark.parametrize("why", ["it died", "too many descriptors are in flight"])
+def test_one_that_gets_no_request_socket_is_replaced(
+    why: str, listener: socket.socket, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def refused(*_: Any) -> Any:
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+
     async def test(start: GatewayStart) -> None:
         gateway = GatewayProcess(listener, path, start)
         gateway.start()
         try:
-            with pytest.raises(Unavailable, match="ended with status -9"):
-                await gateway.connect(EventQueue())
+            await gateway.connect(EventQueue())
+            (other,) = gateways(os.getpid())
+            assert other != start.process.pid
         finally:
             await gateway.stop()
 
+    before = files(os.getpid())
     with in_advance() as start:
         assert start
-        os.kill(start.process.pid, signal.SIGKILL)
+        if why == "it died":
+            os.kill(start.process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, start.process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            monkeypatch.setattr(socket, "send_fds", refused)
         asyncio.run(test(start))
+    assert "the gateway that was started in advance gets no work" in caplog.text
+    assert files(os.getpid()) <= before
 
 
 def test_a_broker_does_without_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
