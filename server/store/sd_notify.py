@@ -413,13 +413,16 @@ class Standby:
         environ[STANDBY] = OFFER  # once this process serves, another may stand by
         return cls(int(number))
 
-    def wait(self) -> dict[str, list[int]]:
+    def wait(self, also: Iterable[str] = ()) -> dict[str, list[int]]:
         """Wait until this process is to be the broker; return the stored descriptors by name. Call after all imports.
+
+        Args:
+            also: paths of code that a child of this process has imported.
 
         Raises:
             SystemExit: the keeper has ended, or the imported code is not the installed code any more.
         """
-        self._code.note()
+        self._code.note(also)
         received: dict[str, list[int]] = {}
         poll = select.poll()  # select() refuses numbers from 1024 on, and the keeper may have stored as many
         with self._channel as channel:
@@ -456,15 +459,15 @@ class Standby:
 
 
 class _Code:
-    """The files of the code that this process has imported, and their state at that time."""
+    """The files of the code that this process and its child have imported, and their state at that time."""
 
     def __init__(self) -> None:
         self._began = _start_of_this_process()
         self._files: dict[str, object] = {}
 
-    def note(self) -> None:
-        """Note the files of all modules that were imported."""
-        found = {path: state for path in _files() if (state := _state(path))}
+    def note(self, also: Iterable[str]) -> None:
+        """Note the files of all modules that were imported, and ``also`` these."""
+        found = {path: state for path in (*_files(), *also) if (state := _state(path))}
         # A file that was written since this process began may be newer than the imported code: it counts as changed.
         self._files = {path: None if state[-1] > self._began else state for path, state in found.items()}
 

@@ -599,6 +599,12 @@ class GatewayChild:
                 self._status.set_result(self._process.returncode)
 
 
+def code() -> Iterable[str]:
+    """Return paths of code that a gateway imports and its broker does not; one of each package is enough."""
+    zmq = find_spec("zmq")
+    return filter(None, (str(Path(__file__).with_name("gateway.py")), zmq and zmq.origin))
+
+
 def _foreign_code() -> str:
     """Return what to do if a gateway would run other code than this process; an empty text if it would not."""
     try:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from cubroker.server.store.sd_notify import OUTDATED, SPEAKS, Standby
 from tests.brokers import PATIENCE, eventually
@@ -279,6 +280,24 @@ def test_code_that_was_replaced_is_not_used(tmp_path: Path, monkeypatch: pytest.
         other = standing_by(keep, 2)
         second.kill()
         assert keep.next(ready=False).pid == other
+
+
+def test_a_gateway_whose_library_was_replaced_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Path(zmq.__file__).parent
+    own = tmp_path / "lib" / "zmq"
+    own.mkdir(parents=True)
+    for each in library.iterdir():
+        if each.name != "__pycache__":
+            (own / each.name).symlink_to(each)
+    monkeypatch.setenv("PYTHONPATH", str(own.parent))
+    serve = [sys.executable, "-m", "cubroker.server", tmp_path / "run", "--devices", "host:1@64MiB"]
+    with Keep(tmp_path, program=eager(60.0, 0.0), command=serve) as keep:
+        waiting = standing_by(keep)
+        (first,) = {*children(keep.process.pid)} - {waiting}
+        shutil.copy(library / "__init__.py", own / "new")
+        (own / "new").rename(own / "__init__.py")
+        os.kill(first, signal.SIGKILL)
+        keep.says(f"process {waiting} ended with status {OUTDATED}(.|\n)*is ready")
 
 
 def test_one_that_cannot_be_imported_is_tried_again_after_pauses_that_grow(
