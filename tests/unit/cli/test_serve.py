@@ -16,6 +16,7 @@ import pytest
 from tests.forkserver import unmeasured
 from tests.namespaces import unshare
 from tests.unit.cli.processes import COMMAND, DEADLINE, STREAMS, environment, mute, run, serves, started
+from tests.unit.server.processes import gateways
 
 STRANGER = 4001
 
@@ -34,6 +35,7 @@ def test_a_broker_says_where_it_serves_and_ends_with_status_0(directory: Path, n
         assert broker.stdout is not None
         assert broker.stdout.readline() == f"cubroker: serving host:1@64MiB in {directory}\n"
         assert '"budget": 33554432' in run("devices", "--json", "--directory", directory).stdout
+        assert len(gateways(broker.pid)) == 1
         broker.send_signal(number)
         broker.communicate(timeout=DEADLINE)
         assert broker.returncode == 0

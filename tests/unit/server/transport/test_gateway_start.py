@@ -113,6 +113,14 @@ def test_one_that_gets_no_request_socket_is_replaced(
     assert files(os.getpid()) <= before
 
 
+def test_one_that_its_broker_never_needed_ends_with_that() -> None:
+    with in_advance() as start:
+        assert start
+        pid = start.process.pid
+        assert alive(pid)
+    assert not alive(pid)
+
+
 def test_a_broker_does_without_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
