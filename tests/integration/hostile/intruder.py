@@ -1,6 +1,7 @@
 """A process that reaches into others: ``python intruder.py NAME=PID …``; it says in JSON which attacks came through.
 
-``python intruder.py BROKER PIPE LISTENER PATH`` is a gateway that does the same once it listens, and then ends.
+``python intruder.py BROKER PIPE LISTENER PATH`` is a gateway that does the same once it listens, and then ends; so is
+``python intruder.py BROKER PIPE``, which gets the other two by that pipe.
 
 An attack comes through unless the kernel forbids it; that it then finds nothing at an address is no defence. Each is
 tried on a child of this process, too, which has no defence at all.

@@ -60,15 +60,21 @@ def test_a_broker_and_its_gateway_leave_no_core_dump_and_the_gateway_gains_no_ri
 
 
 @pytest.mark.skipif(bool(hardening.obstacles()), reason="; ".join(hardening.obstacles()))
+@pytest.mark.parametrize("in_advance", [False, True])
 def test_code_that_runs_in_a_gateway_reaches_neither_its_broker_nor_a_file_nor_a_network(
-    processes: dict[str, int], tmp_path: Path
+    processes: dict[str, int], tmp_path: Path, in_advance: bool
 ) -> None:
     path = tmp_path / "requests"
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        inherited = theirs.fileno(), listener.fileno()
-        command = [*BARE, sys.executable, intruder.__file__, *map(str, (processes["broker"], *inherited, path))]
+        given: tuple[Path, ...] = ()
+        if in_advance:
+            inherited: tuple[int, ...] = (theirs.fileno(),)
+            socket.send_fds(ours, [os.fsencode(path)], [listener.fileno()])
+        else:
+            inherited, given = (theirs.fileno(), listener.fileno()), (path,)
+        command = [*BARE, sys.executable, intruder.__file__, *map(str, (processes["broker"], *inherited, *given))]
         done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=inherited, timeout=PATIENCE, check=True)
     assert json.loads(done.stdout) == []
