@@ -164,6 +164,11 @@ def test_a_broker_serves_from_a_home_that_the_user_database_does_not_know(tmp_pa
     assert process.returncode == 0, said
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("moment", ["it runs", "it imports"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_broker_that_does_not_come_up_is_stopped_quietly_with_its_group(
@@ -183,6 +188,7 @@ def test_a_broker_that_does_not_come_up_is_stopped_quietly_with_its_group(
         gateway = gateway_of(process.pid)
         if moment == "it imports":
             eventually(imports.exists, "its imports")
+        eventually(lambda: handles(process.pid, signal.SIGHUP), "the broker's handlers, of which this is the last")
         os.killpg(process.pid, number)
         assert process.stderr is not None
         said = process.stderr.read()
