@@ -125,6 +125,23 @@ def test_errors_that_do_not_pass_end_what_follows(certificates: Certificates, di
         next(follow(name, ["gpu-1"], certificates=directory))
 
 
+def test_the_users_whose_version_is_accepted_are_in_the_order(
+    certificates: Certificates, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[messages.Order] = []
+
+    def carry_out(order: messages.Order, *_: object) -> Fetched:
+        orders.append(order)
+        return Fetched("m", 1, 1, 1, 0.0, 0.0, (), fetched=True)
+
+    monkeypatch.setattr(fetching, "carry_out", carry_out)
+    monkeypatch.setenv("CUBROKER_OWNER", "7")
+    options: dict[str, Any] = {"directory": directory, "certificates": certificates.host, "if_absent": True}
+    fetch("m", ["gpu-1"], owner=[1, 2], **options)
+    fetch("m", ["gpu-1"], **options)
+    assert [order.owners for order in orders] == [(1, 2), (7,)]
+
+
 def test_what_follows_goes_to_the_next_host_and_yields_only_what_is_new(
     certificates: Certificates, directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
