@@ -19,7 +19,7 @@ from cubroker.server.event_queue import EventQueue
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.gateway_start import GatewayStart, in_advance
 from tests.brokers import PATIENCE
-from tests.unit.server.processes import alive, files, gateways
+from tests.unit.server.processes import alive, files, gateway_of, gateways
 
 LISTENS = bytes([0x90])  # the empty batch
 
@@ -61,7 +61,7 @@ def test_closed_it_leaves_nothing_behind() -> None:
     before = files(os.getpid())
     with closing(GatewayStart()) as start:
         pid = start.process.pid
-        assert gateways(os.getpid()) == [pid]
+        assert gateway_of(os.getpid()) == pid
         start.close()
     assert not alive(pid)
     assert files(os.getpid()) <= before
