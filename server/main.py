@@ -34,9 +34,8 @@ from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import SPEAKS, Standby
 from cubroker.server.store.store import JOURNAL, AsyncNotifier, Store
 from cubroker.server.takeover import DOOR, REQUESTS, Directory, InheritedFds, inherited, readable, restore
-from cubroker.server.transport import gateway_process
 from cubroker.server.transport.admission import Listener
-from cubroker.server.transport.gateway_process import GatewayProcess
+from cubroker.server.transport.gateway_process import GatewayProcess, gateway_code
 from cubroker.server.transport.gateway_start import GatewayStart
 from cubroker.server.transport.session import SessionLog
 
@@ -85,7 +84,7 @@ def stand_by(file: Path | None, options: Mapping[str, str]) -> Mapping[str, Sequ
         prepare(config.devices)
         if config.metrics.listen is not None:
             monitoring.obstacle()
-    return waiting.wait(gateway_process.code())
+    return waiting.wait(gateway_code())
 
 
 def serve(

@@ -599,10 +599,11 @@ class GatewayChild:
                 self._status.set_result(self._process.returncode)
 
 
-def code() -> Iterable[str]:
+def gateway_code() -> list[str]:
     """Return paths of code that a gateway imports and its broker does not; one of each package is enough."""
-    zmq = find_spec("zmq")
-    return filter(None, (str(Path(__file__).with_name("gateway.py")), zmq and zmq.origin))
+    pyzmq = find_spec("zmq")
+    ours = str(Path(__file__).with_name("gateway.py"))
+    return [ours, pyzmq.origin] if pyzmq and pyzmq.origin else [ours]
 
 
 def _foreign_code() -> str:
