@@ -1,6 +1,8 @@
 """The start of a gateway's process, which takes as long as the imports of a broker, and so begins before them.
 
-This module imports little. A gateway that was started in advance waits until the broker hands it the request socket.
+This module imports little. A gateway that was started in advance waits until the broker hands it the request socket
+over the pipe between them. All other gateways inherit that socket: the kernel passes no descriptor while more are in
+flight than this user may have open, and a broker without a gateway answers nothing.
 """
 
 from __future__ import annotations
