@@ -304,7 +304,7 @@ def test_descriptors_that_cannot_come_and_notices_that_are_late(client: Broker, 
         with pytest.raises(Unsupported, match=r"no room for descriptors; close it, and attach again"):
             pool.broadcast(text("odd", 2), "odd")
         kept.restart()
-        eventually(objects, "new objects")
+        eventually(lambda: broadcasts(pool), "the notice of new objects")
         pool.broadcast(text("odd", 2), "odd")
         assert heard(client, "odd") == [text("odd", 2)] * 3
 
