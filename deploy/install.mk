@@ -18,6 +18,7 @@ INSTALLED := \
 	systemd/cubroker.tmpfiles:lib/tmpfiles.d/cubroker.conf \
 	systemd/override.conf:share/doc/cubroker/override.conf \
 	systemd/network.conf:share/doc/cubroker/network.conf \
+	systemd/standby.conf:share/doc/cubroker/standby.conf \
 	systemd/load.conf:share/doc/cubroker/load.conf \
 	systemd/export.conf:share/doc/cubroker/export.conf \
 	systemd/fetch.conf:share/doc/cubroker/fetch.conf \

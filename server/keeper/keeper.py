@@ -4,6 +4,11 @@ It answers systemd's notify protocol and keeps the descriptors that the process 
 the process again with them. It has one thread and waits in one place. The order of the work there matters. Hang-ups are
 handled before messages, since a message may bring descriptors with the numbers of those that hung up. Messages are
 handled before the end of the process, since its last messages count.
+
+The keeper may be a service of systemd itself. The process then sends its messages to both of them
+(:class:`~cubroker.server.store.sd_notify.Manager`), so that its descriptors outlive the keeper. The keeper starts with
+what systemd has stored, gives signs of life of its own, and leaves to systemd what it cannot mend: a process that ends
+with an error before it is ready.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import math
 import os
 import platform
 import re
@@ -22,7 +28,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +47,7 @@ from cubroker.server.keeper.child import (
     TimeLimits,
 )
 from cubroker.server.store import sd_notify
-from cubroker.server.store.sd_notify import LONGEST_NAME, Datagram, Malformed, close_all
+from cubroker.server.store.sd_notify import LONGEST_NAME, Datagram, Malformed, Manager, close_all
 
 AT_ONCE = 512  #: Messages that are handled before signals and the watchdog are handled again.
 LEFT_BEHIND = 65536  #: Messages that are read once the child has ended: more than a queue holds, and an end to a flood.
@@ -78,11 +84,13 @@ def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
         mask: the signals that are blocked when the command starts; None for those that are blocked now.
 
     Raises:
-        Invalid: the limit of open files is too low for so many descriptors.
+        Invalid: the limit of open files is too low for so many descriptors, or a variable of the service manager that
+            this process has makes no sense.
         Unavailable: the socket cannot be created.
     """
     hide()
-    limit = make_room(terms.descriptors)
+    above = _own_manager()
+    limit = make_room(terms.descriptors or (above.limit if above else None))
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(KeeperSignals(mask)))
         try:
@@ -95,14 +103,46 @@ def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
                 f"there is no place for a socket ({explain(error)}): TMPDIR has to name a directory with a "
                 "short path that can be written, such as a tmpfs"
             ) from error
-        return stack.enter_context(contextlib.closing(Keeper(terms, limit, path, channel, signals))).run()
+        keeper = stack.enter_context(contextlib.closing(Keeper(terms, limit, path, channel, signals, above)))
+        keeper.adopt(sd_notify.inherit(os.environ))
+        return keeper.run()
+
+
+def _own_manager() -> Manager | None:
+    """Return the service manager of this process; None if there is none, or not any more."""
+    manager = Manager.from_environment(os.environ)
+    if manager:
+        try:
+            manager.offer(sd_notify.status("starts"))
+        except Unavailable as error:
+            StderrLog(2).say(f"continues without a service manager: {error.message}")
+            manager.close()
+            return None
+    return manager
 
 
 class Keeper:
-    """Keeps one process, and up to ``limit`` descriptors for it; its messages arrive at ``channel``, at ``path``."""
+    """Keeps one process, and up to ``limit`` descriptors for it; its messages arrive at ``channel``, at ``path``.
 
-    def __init__(self, terms: Terms, limit: int, path: str, channel: socket.socket, signals: KeeperSignals) -> None:
+    ``above`` is the service manager of the keeper itself, if there is one.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        limit: int,
+        path: str,
+        channel: socket.socket,
+        signals: KeeperSignals,
+        above: Manager | None = None,
+    ) -> None:
         self._terms = terms
+        self._above = above
+        self._next_sign = time.monotonic() if above and above.watchdog_interval else math.inf
+        #: Whether what is stored here is stored by the service manager, too, and outlives the keeper.
+        self._backed = above is not None and bool(above.limit)
+        # SIGUSR1 asks the process to make way for the next start, which is then the service manager's.
+        self._ending = ENDING | {signal.SIGUSR1} if self._backed else ENDING
         self._channel = channel
         self._log = StderrLog(2)
         self._signals = signals
@@ -114,6 +154,8 @@ class Keeper:
         self._environ = {"NOTIFY_SOCKET": path, "FDSTORE": str(limit)}
         if terms.limits.watchdog:
             self._environ["WATCHDOG_USEC"] = str(round(terms.limits.watchdog * 1e6))
+        if above:
+            self._environ[sd_notify.ABOVE] = above.address
         self._run: Run | None = None
         self._next = NextRun(self._epoll)
         self._next_start = 0.0
@@ -123,12 +165,19 @@ class Keeper:
         self._status = 0
         self._over = False
 
+    def adopt(self, inherited: Mapping[str, Sequence[int]]) -> None:
+        """Store what this process was started with, in addition to ``limit``: sockets of the service manager count."""
+        self._stored.limit += sum(map(len, inherited.values()))
+        for name, descriptors in inherited.items():
+            self._stored.add(name, descriptors, poll=False)
+
     def run(self) -> int:
         """Keep the process until the end, and return its exit status."""
         wait = True
         while not self._over:
             try:
                 due = min(self._run.due, self._next.due) if self._run else self._next_start
+                due = min(due, self._next_sign)
                 self._step(min(max(due - time.monotonic(), 0.0), LONGEST_WAIT) if wait else 0.0)
                 wait = True
             except (OSError, MemoryError) as error:  # stored descriptors must outlive a moment without memory
@@ -142,6 +191,8 @@ class Keeper:
         self._next.end()
         self._stored.close()
         self._epoll.close()
+        if self._above:
+            self._above.close()
 
     def _step(self, wait: float) -> None:
         for descriptor, _ in self._epoll.poll(wait):
@@ -152,6 +203,8 @@ class Keeper:
         self._receive(AT_ONCE)
         self._reap()
         now, run = time.monotonic(), self._run
+        if now >= self._next_sign:
+            self._give_sign(now)
         if run is None:
             if now >= self._next_start and not self._over:
                 self._start(now)
@@ -164,6 +217,17 @@ class Keeper:
             self._status = 128 + signal.SIGKILL
             self._over = True
             self._report_loss(run)
+
+    def _give_sign(self, now: float) -> None:
+        interval = self._above and self._above.watchdog_interval
+        self._next_sign = now + (interval or math.inf)
+        self._tell(sd_notify.WATCHDOG)
+
+    def _tell(self, message: str) -> None:
+        """Send a message to the service manager of the keeper, if there is one and it has room."""
+        if self._above:
+            with contextlib.suppress(Unavailable):
+                self._above.offer(message)
 
     def _hear_standby(self) -> None:
         pid, handed = self._next.pid, self._next.handed
@@ -189,19 +253,19 @@ class Keeper:
         Other signals wait until the process is ready: before that it may have no handlers, and they would end it.
         """
         for number in self._signals.take():
-            if number in ENDING:
+            if number in self._ending:
                 self._told_to_end = True
                 self._over = self._run is None
                 self._next.end()
                 self._log.say(f"{number.name}: {'ends' if self._over else 'waits for the end of the process'}")
-            if self._run and (number in ENDING or self._run.ready):
+            if self._run and (number in self._ending or self._run.ready):
                 self._forward(number, self._run)
             elif self._run:
                 self._deferred.add(number)
 
     def _forward(self, number: signal.Signals, run: Run) -> None:
         os.kill(run.pid, number)
-        if number in ENDING:
+        if number in self._ending:
             run.stop(time.monotonic())
             os.kill(run.pid, signal.SIGCONT)  # a stopped process handles nothing
 
@@ -270,6 +334,7 @@ class Keeper:
         code = os.waitstatus_to_exitcode(status)
         self._status = code if code >= 0 else 128 - code
         self._log.say(f"process {run.pid} {_how(status)}{_last_status(run)}")
+        self._tell(sd_notify.status(f"process {run.pid} {_how(status)}"))
         self._hear_standby()  # it may have taken over, and said so, before it ended
         now = time.monotonic()
         if run.pid == self._next.pid and not self._told_to_end:  # it stood by and did not take over: that was no run
@@ -298,13 +363,21 @@ class Keeper:
         return None
 
     def _plan_next(self, run: Run, now: float) -> None:
-        """Decide what follows: the end, if it was asked for or the first run failed with nothing stored; else a run."""
-        hopeless = self._first and not run.ready and not len(self._stored)
+        """Decide what follows: the end, if it was asked for or the first run failed with nothing stored; else a run.
+
+        If the service manager stores the same, a run that ends with an error before it is ready is also the end: the
+        manager shows the operator a service that does not start. A run that was killed counts as no such run.
+        """
+        hopeless = ""
+        if self._first and not run.ready and not len(self._stored):
+            hopeless = "the first start did not get ready, and nothing is stored"
+        elif self._backed and run.pid and not run.ready and 0 < self._status < 128:
+            hopeless = "the start failed, and the service manager keeps what is stored"
         self._first = False
-        self._over = self._told_to_end or hopeless
+        self._over = self._told_to_end or bool(hopeless)
         if self._over:
             if not self._told_to_end:
-                self._log.say("gives up: the first start did not get ready, and nothing is stored")
+                self._log.say(f"gives up: {hopeless}")
             elif run.phase in FORCED:
                 self._report_loss(run)
             return
@@ -317,9 +390,10 @@ class Keeper:
         """Log what is left of a process that did not end in order."""
         there = f" and is still there{_last_status(run)}" if run.phase is RunPhase.STUCK else ""
         names = f": {', '.join(self._stored.names.values())}" if len(self._stored) else ""
+        fate = "left to the service manager" if self._backed else "dropped"
         self._log.say(
             f"process {run.pid} did not shut down cleanly{there}: what it lent was not given back, and "
-            f"{len(self._stored)} stored descriptors are dropped{names}"
+            f"{len(self._stored)} stored descriptors are {fate}{names}"
         )
 
 

@@ -56,10 +56,13 @@ WATCHDOG = "WATCHDOG=1"  #: The message: this process lives.
 STANDBY, COMMAND = "KEEPER_STANDBY", "KEEPER_COMMAND"
 """The variables by which the keeper has a process stand by, which are for one process as well."""
 
+ABOVE = "KEEPER_NOTIFY_SOCKET"
+"""The variable with the address of the service manager above the keeper, if there is one."""
+
 VARIABLES = (
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "FDSTORE"),
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID"),
-    *(STANDBY, COMMAND),
+    *(STANDBY, COMMAND, ABOVE),
 )
 """The environment variables of both protocols, which are for one process and not for its children."""
 
@@ -72,6 +75,12 @@ OFFER = "offer"
 SPEAKS = "X_STANDS_BY"
 """The field of a notify message, with the value 1, by which a command says that it knows this protocol. Earlier builds,
 which could not tell whether a script had started them, sent ``X_STANDBY``."""
+
+REMOVES = "FDSTOREREMOVE="
+"""The beginning of a message that removes descriptors."""
+
+NEAREST = ("WATCHDOG=", "STOPPING=", f"{SPEAKS}=")
+"""The beginnings of lines for the nearest manager alone. One above it watches the keeper, and goes on when it does."""
 
 READY, GO, TAKEN = b"ready", b"go", b"taken"
 NAMES = b"names "
@@ -128,7 +137,7 @@ def storing(name: str, *, poll: bool) -> str:
 
 def removing(name: str) -> str:
     """Return the message: close all descriptors of a name. Raises as :func:`storing`."""
-    return f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}"
+    return f"{REMOVES}1\nFDNAME={_checked(name)}"
 
 
 def _checked(name: str) -> str:
@@ -146,23 +155,30 @@ def _checked(name: str) -> str:
 class Manager:
     """The service manager of this process. Its methods may be called from any thread.
 
+    If the manager is a keeper with a manager of its own, that one is sent the same messages, except what concerns this
+    process alone. So what is stored outlives the keeper, too, from the moment at which :meth:`offer` or :meth:`say`
+    returns, and the keeper has nothing to pass on.
+
     Args:
         address: of its socket, as in ``$NOTIFY_SOCKET``: a path, or ``@`` and an abstract name; ``Invalid`` is raised
             otherwise.
+        above: the address of the manager above it; None if there is none.
         watchdog_interval: seconds between signs of life that satisfy it; None if it does not watch.
         limit: how many descriptors its store takes; None if that is unknown, or there is no store.
     """
 
-    def __init__(self, address: str, *, watchdog_interval: float | None = None, limit: int | None = None) -> None:
-        if not address.startswith(("/", "@")) or len(address) < 2:
-            raise Invalid(f"NOTIFY_SOCKET is {address!r}, which is neither an absolute path nor @ and a name")
+    def __init__(
+        self,
+        address: str,
+        *,
+        above: str | None = None,
+        watchdog_interval: float | None = None,
+        limit: int | None = None,
+    ) -> None:
         self.watchdog_interval = watchdog_interval
         self.limit = limit
-        self._address = address
-        # One socket for all messages: a process without free descriptors must be able to say that it lives.
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        seconds, microseconds = divmod(round(PATIENCE * 1e6), 1_000_000)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, microseconds))
+        self._nearest = self._full = NotifySocket("NOTIFY_SOCKET", address)
+        self._above = NotifySocket(ABOVE, above) if above else None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Manager | None:
@@ -174,17 +190,74 @@ class Manager:
         interval = None
         if usec and (not pid or _number("WATCHDOG_PID", pid) == os.getpid()):
             interval = _number("WATCHDOG_USEC", usec) / 2e6 or None
-        return cls(address, watchdog_interval=interval, limit=places(environ))
+        return cls(address, above=environ.get(ABOVE), watchdog_interval=interval, limit=places(environ))
+
+    @property
+    def address(self) -> str:
+        """The address of its socket."""
+        return self._nearest.address
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket; once connected, it becomes writable when there is room."""
-        return self._socket.fileno()
+        """Return the descriptor of the socket that had no room last; once connected, it becomes writable with room."""
+        return self._full.fileno()
 
     def offer(self, message: str, descriptors: Sequence[int] = ()) -> bool:
         """Send a message now; False if there is no room. Once sent, it and its descriptors survive this process.
 
+        After False a keeper may have it, and gets it once more when it is offered again, which changes nothing there.
         Raises ``Unavailable`` if the manager is gone.
         """
+        for destination, text in self._addressed(message):
+            if not destination.offer(text, descriptors):
+                self._full = destination
+                return False
+        return True
+
+    def say(self, message: str, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and wait for room; raises ``Unavailable`` if the manager is gone or too slow."""
+        for destination, text in self._addressed(message):
+            destination.say(text, descriptors)
+
+    def close(self) -> None:
+        """Close the socket. Stored descriptors stay."""
+        self._nearest.close()
+        if self._above:
+            self._above.close()
+
+    def late(self, message: str) -> Unavailable:
+        """Return the error of a message for which there was no room in time."""
+        return self._full.late(message)
+
+    def _addressed(self, message: str) -> Iterable[tuple[NotifySocket, str]]:
+        """Return to whom a message is sent, in order, and its text for each.
+
+        Whatever the manager above stores, the keeper stores too, also if this process is killed between the two: the
+        next process gets all of it, and removes what its journal does not know.
+        """
+        both = [(self._nearest, message)]
+        if self._above and (rest := "\n".join(line for line in message.split("\n") if not line.startswith(NEAREST))):
+            both.insert(0 if message.startswith(REMOVES) else 1, (self._above, rest))
+        return both
+
+
+class NotifySocket:
+    """A socket that sends to one manager, whose address the variable ``name`` has; used as :class:`Manager` is."""
+
+    def __init__(self, name: str, address: str) -> None:
+        if not address.startswith(("/", "@")) or len(address) < 2:
+            raise Invalid(f"{name} is {address!r}, which is neither an absolute path nor @ and a name")
+        self.address = address
+        # One socket for all messages: a process without free descriptors must be able to say that it lives.
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        seconds, microseconds = divmod(round(PATIENCE * 1e6), 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, microseconds))
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        return self._socket.fileno()
+
+    def offer(self, message: str, descriptors: Sequence[int]) -> bool:
+        """Send a message now; False if there is no room."""
         try:
             self._transmit(message, descriptors, socket.MSG_DONTWAIT)
         except (OSError, MemoryError) as error:
@@ -193,8 +266,8 @@ class Manager:
             raise self._unreachable(message, error) from error
         return True
 
-    def say(self, message: str, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and wait for room; raises ``Unavailable`` if the manager is gone or too slow."""
+    def say(self, message: str, descriptors: Sequence[int]) -> None:
+        """Send a message, and wait for room."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -207,19 +280,19 @@ class Manager:
             time.sleep(PAUSE)  # the kernel does not report when there is room
 
     def close(self) -> None:
-        """Close the socket. Stored descriptors stay."""
+        """Close it."""
         self._socket.close()
 
     def late(self, message: str) -> Unavailable:
         """Return the error of a message for which there was no room in time."""
         return Unavailable(
-            f"the service manager at {self._address} did not take {message.splitlines()[0]} within "
+            f"the service manager at {self.address} did not take {message.splitlines()[0]} within "
             f"{PATIENCE:g} s; it hangs, or is flooded"
         )
 
     def _unreachable(self, message: str, error: OSError | MemoryError) -> Unavailable:
         return Unavailable(
-            f"the service manager at {self._address} cannot be told {message.splitlines()[0]}: {explain(error)}"
+            f"the service manager at {self.address} cannot be told {message.splitlines()[0]}: {explain(error)}"
         )
 
     def _transmit(self, message: str, descriptors: Sequence[int], flags: int = 0) -> None:
@@ -231,7 +304,7 @@ class Manager:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            self._socket.connect(f"\0{self._address[1:]}" if self._address.startswith("@") else self._address)
+            self._socket.connect(f"\0{self.address[1:]}" if self.address.startswith("@") else self.address)
             self._socket.sendmsg([message.encode()], ancillary, flags)
 
 

@@ -39,7 +39,7 @@ from cubroker.server.devices.allocator import (
 from cubroker.server.ledger import Ledger
 from cubroker.server.main import ServiceStatus
 from cubroker.server.store import store as store_module
-from cubroker.server.store.sd_notify import Manager
+from cubroker.server.store.sd_notify import NotifySocket
 from cubroker.server.store.store import Journal
 from cubroker.server.transport.admission import Listener, Sessions
 from cubroker.server.transport.gateway_process import GatewayProcess
@@ -124,7 +124,7 @@ def install(reach: Reach) -> None:
     after(reach, Journal, "_switch", "slot")
     before(reach, Journal, "_compact", "compact")
     before(reach, Journal, "_give_back", "give back")
-    around(reach, Manager, "_transmit", lambda message, *_: (f"say {_field(message)}", f"said {_field(message)}"))
+    around(reach, NotifySocket, "_transmit", lambda message, *_: (f"say {_field(message)}", f"said {_field(message)}"))
     around(reach, Broker, "_execute", lambda effect: (f"do {type(effect).__name__}", f"done {type(effect).__name__}"))
     around(reach, GatewayProcess, "send", lambda *_: ("answer", "answered"))
     around(reach, SessionConnection, "send", lambda *_: ("send", "sent"))

@@ -18,7 +18,7 @@ import pytest
 from cubroker.protocol.errors import Invalid, Unavailable
 from cubroker.server.keeper.keeper import same_by_comparison, same_file
 from cubroker.server.store import sd_notify
-from cubroker.server.store.sd_notify import Manager, inherit
+from cubroker.server.store.sd_notify import Manager, NotifySocket, inherit
 from tests.brokers import PATIENCE
 from tests.unit.server.keeper.harness import memory
 
@@ -126,14 +126,14 @@ def test_a_manager_that_takes_nothing_holds_nobody_up_for_ever(
 def test_what_there_is_no_memory_for_now_is_said_later(
     manager: Manager, channel: socket.socket, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    transmit, refusals = manager._transmit, [error, error]
+    transmit, refusals = NotifySocket._transmit, [error, error]
 
-    def scarce(message: str, descriptors: Sequence[int], flags: int = 0) -> None:
+    def scarce(end: NotifySocket, message: str, descriptors: Sequence[int], flags: int = 0) -> None:
         if refusals:
             raise refusals.pop()
-        transmit(message, descriptors, flags)
+        transmit(end, message, descriptors, flags)
 
-    monkeypatch.setattr(manager, "_transmit", scarce)
+    monkeypatch.setattr(NotifySocket, "_transmit", scarce)
     assert not manager.offer(sd_notify.WATCHDOG)
     manager.say(sd_notify.WATCHDOG)
     assert arrived(channel) == (sd_notify.WATCHDOG.encode(), [])

@@ -302,7 +302,7 @@ def test_memory_that_a_thread_could_not_drop_in_time_is_dropped_when_there_is_ro
             assert "cannot remove m1.0 from the store" in caplog.text
         await until(lambda: stored() == {"ledger", "m1.1", "m1.2"})
         with monkeypatch.context() as patch:
-            patch.setattr(notifier.manager, "_transmit", forgetful)
+            patch.setattr(sd_notify.NotifySocket, "_transmit", forgetful)
             await asyncio.to_thread(store.drop, "m1.1")
             assert "cannot remove m1.1 from the store" in caplog.text
         await until(lambda: stored() == {"ledger", "m1.2"})
