@@ -16,13 +16,15 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import runpy
 import sys
 import threading
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 STARTED = perf_counter()
 
@@ -127,7 +129,13 @@ def main() -> None:
         with open(file, "a") as output:
             output.writelines(json.dumps(span) + "\n" for span in [("main", "start", STARTED, STARTED), *spans])
 
+    def leave(status: int, process: int = os.getpid(), leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+        if os.getpid() == process:
+            write()
+        leave(status)
+
     atexit.register(write)
+    os._exit = leave  # which runs nothing that is registered
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 
 import click
 
@@ -67,10 +66,6 @@ HANDLED_LATER = {"serve": frozenset({signal.SIGHUP, signal.SIGUSR1}), "keep": si
 """Signals that a subcommand unblocks itself, once it has handlers for them."""
 
 
-DESCRIPTORS = 200
-"""Descriptors that ``load`` may add; CUDA has 40 of them, and the reads of each device 32."""
-
-
 class Commands(click.Group):
     """The group of all subcommands, which imports only the one that runs."""
 
@@ -82,11 +77,6 @@ class Commands(click.Group):
         """Import the command of that name; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name == "load":  # CUDA is initialized while its modules are imported, which takes as long
-            from cubroker.driver.system_calls import make_room
-
-            make_room(DESCRIPTORS)  # before there is another thread
-            Thread(target=_initialize_cuda, name="cubroker-cuda").start()
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(f"cubroker.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
@@ -115,12 +105,6 @@ class Commands(click.Group):
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
-
-
-def _initialize_cuda() -> None:
-    from cubroker.driver.driver import initialize
-
-    initialize()
 
 
 def _hint(word: str) -> str:
@@ -180,8 +164,8 @@ def _flush() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def main() -> None:
-    """Run the command line of this process, and exit; called by :mod:`cubroker.cli.__main__`."""
+def main() -> int:
+    """Run the command line of this process, and return its exit status; called by :mod:`cubroker.cli.__main__`."""
     _open_streams()
     # A terminal that cannot show a character is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -191,4 +175,4 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command, or after it
         status = INTERRUPTED
     _flush()
-    sys.exit(status)
+    return status

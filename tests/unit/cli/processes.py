@@ -57,7 +57,7 @@ from cubroker.protocol import paths
 
 paths.SYSTEM = Path(sys.argv.pop(1))
 os.getuid = lambda: int(os.environ["GUEST"])  # root's own broker is the host's
-main.main()
+sys.exit(main.main())
 """
 
 

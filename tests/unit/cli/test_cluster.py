@@ -363,7 +363,7 @@ def test_a_follower_goes_on_where_its_output_cannot_be_written() -> None:
         "from cubroker.integrations.cluster.messages import Fetched\n"
         "versions = (Fetched('m', number, 1, 1, 1.0, 1.0, ('gpu-1',), fetched=True) for number in (1, 2))\n"
         "cluster.follow = lambda *_, **__: versions\n"
-        "sys.argv = ['cubroker', 'fetch', 'm', '--follow', '--from', 'gpu-1']; main.main()"
+        "sys.argv = ['cubroker', 'fetch', 'm', '--follow', '--from', 'gpu-1']; sys.exit(main.main())"
     )
     script = ["sh", "-c", '"$0" -c "$1" >&-', sys.executable, program]
     done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=DEADLINE, check=False)

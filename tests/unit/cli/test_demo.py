@@ -140,8 +140,8 @@ def test_a_failing_demo_says_why_and_leaves_nothing(place: Place, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_demo_without_a_model_makes_weights_like_those_of_one(place: Place, tmp_path: Path) -> None:
-    program = "from cubroker.cli import main\nfrom cubroker.cli import demo\n"
-    program += "demo.PACKAGE = 'no_such_weights'\nmain.main()"
+    program = "import sys\nfrom cubroker.cli import main\nfrom cubroker.cli import demo\n"
+    program += "demo.PACKAGE = 'no_such_weights'\nsys.exit(main.main())"
     starter = tmp_path / "__main__.py"
     starter.write_text(program)
     done = subprocess.run(

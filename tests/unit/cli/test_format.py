@@ -89,7 +89,7 @@ def test_a_reader_that_went_away_ends_the_command_quietly() -> None:
     program = (
         "import click, sys; from cubroker.cli import format, main\n"
         "main.Commands.get_command = lambda *_: click.Command('ls', callback=lambda: format.say('a line'))\n"
-        "sys.argv = ['cubroker', 'ls']; main.main()"
+        "sys.argv = ['cubroker', 'ls']; sys.exit(main.main())"
     )
     with io.FileIO(writer, "w") as broken:
         done = forkserver.run(["-c", program], preload=CLI, stdout=broken, stderr=subprocess.PIPE, timeout=DEADLINE)

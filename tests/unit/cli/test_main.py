@@ -15,7 +15,7 @@ import pytest
 from cubroker.cli import __main__, main
 from tests import forkserver
 from tests.forkserver import CLI
-from tests.unit.cli.processes import DEADLINE, environment, run
+from tests.unit.cli.processes import COMMAND, DEADLINE, environment, run
 
 SECONDS = ("nan", "-1", "inf", "soon", "")
 WRONG = {
@@ -183,6 +183,42 @@ def test_help_names_every_command_and_every_command_has_help(capsys: pytest.Capt
 def test_options_before_the_command_that_have_values_are_known_where_click_is_not_installed() -> None:
     valued = [each for each in main.commands.params if isinstance(each, click.Option) and not each.is_flag]
     assert {name for each in valued for name in each.opts} == __main__.VALUED
+
+
+BINDINGS = """
+import sys
+from types import SimpleNamespace
+
+seen = [f"imported before click: {'click' not in sys.modules}"]
+def note(name, result):
+    seen.append(name)
+    sys.stderr.write(f"{seen}\\n") if name == "retained" else None
+    return result
+cuInit = lambda flags: note("initialized", (0,))
+cuDeviceGetCount = lambda: note("counted", (0, GPUS))
+cuDeviceGet = lambda ordinal: (0, ordinal)
+cuDevicePrimaryCtxRetain = lambda device: note("retained", (0, device))
+"""
+"""A stand-in for the module of CUDA's bindings, which tells of a context."""
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_load_starts_cuda_before_it_imports_the_rest_and_makes_the_context_of_the_only_gpu(
+    tmp_path: Path, gpus: int
+) -> None:
+    package = tmp_path / "cuda" / "bindings"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "driver.py").write_text(BINDINGS.replace("GPUS", str(gpus)))
+    env = environment(PYTHONPATH=str(tmp_path))
+    told = "['imported before click: True', 'initialized', 'counted', 'retained']\n"
+    for given, expected in ((["x"], told), (["x", "--help"], ""), ([], told)):
+        command = [*COMMAND, "--directory", str(tmp_path / "nobody"), "load", "model", *given]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        assert done.stderr.startswith(expected if gpus == 1 else ""), done.stderr
+        assert ("retained" in done.stderr) == (gpus == 1 and expected != "")
+        assert done.returncode == (0 if "--help" in given else 3 if given else 2), done.stderr
 
 
 def test_help_says_which_commands_go_on_to_the_hosts_broker(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,10 +97,10 @@ def test_a_machine_with_a_channel_has_fabric_handles(tmp_path: Path, monkeypatch
 
 def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
     program = (
-        "from cubroker.cli import main; from cubroker.cli.doctor import command, facts\n"
+        "import sys; from cubroker.cli import main; from cubroker.cli.doctor import command, facts\n"
         f"made, works = facts.trial_command, {WORKS}\n"
         "command.trial_command = lambda task, *rest: made(task, *rest) if task == 'survey' else works\n"
-        "main.main()"
+        "sys.exit(main.main())"
     )
     arguments = ("doctor", "--devices", "host:2@64MiB/1", "--directory", tmp_path / "nobody")
     status, written = terminal.run(*arguments, command=[sys.executable, "-c", program])
