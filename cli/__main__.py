@@ -3,15 +3,13 @@
 This module imports nothing except :mod:`cubroker.cli.signals`, which imports nothing except ``signal``. If a package of
 the extra ``cli`` is missing, which the command line needs and a worker does not, one line says so.
 
-``load`` waits for CUDA: a thread starts it while the command line, the client and the loader are imported, which takes
-as long, and the process does not clean up at its end.
+``load`` needs CUDA, which starts while the command line, the client and the loader are imported.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 
 from cubroker.cli import signals
 
@@ -26,9 +24,6 @@ VALUED = {"--directory", "--timeout"}
 
 HELP = {"-h", "--help"}
 
-DESCRIPTORS = 200
-"""Descriptors that ``load`` may add; CUDA has 40 of them, and the reads of each device 32."""
-
 
 def main() -> None:
     """Run the command line, and exit with its status; the entry point of the console script."""
@@ -36,7 +31,9 @@ def main() -> None:
     signals.hold()
     loads = _command(sys.argv[1:]) == "load" and HELP.isdisjoint(sys.argv)
     if loads:
-        _start_cuda()
+        from cubroker.driver import start_cuda
+
+        start_cuda()
     try:
         from cubroker.cli.main import main as run
 
@@ -48,19 +45,6 @@ def main() -> None:
     if loads:  # the kernel frees the rest, in 35 ms less than the interpreter and CUDA
         os._exit(status)
     sys.exit(status)
-
-
-def _start_cuda() -> None:
-    """Start CUDA in a thread, if it is installed."""
-    from threading import Thread
-
-    from cubroker.driver.driver import initialize, prepare
-    from cubroker.driver.system_calls import make_room
-
-    make_room(DESCRIPTORS)  # before there is another thread
-    with suppress(ImportError):
-        prepare("cuda")  # before other imports: the thread needs the interpreter for it, and not for what follows
-        Thread(target=initialize, name="cubroker-cuda").start()
 
 
 def _missing(package: str, arguments: list[str]) -> str:

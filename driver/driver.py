@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -395,23 +395,6 @@ def load(spec: str) -> Driver:
     from cubroker.driver.host.bindings import host_module
 
     return Driver(host_module(count, size, island), full, host=True)
-
-
-def initialize() -> None:
-    """Initialize CUDA, if there is a GPU, and make the context of the GPU, if there is exactly one.
-
-    That takes 0.1 s beside an H200. :func:`load` and its :class:`Driver` do the same when it is needed; a process that
-    knows early that it will be needed calls this in a thread, and imports modules meanwhile. The context stays until
-    the process ends. Of several GPUs it is not known yet which one is needed.
-
-    Raises:
-        ImportError: cuda-bindings is not installed.
-    """
-    from cuda.bindings import driver as cuda
-
-    with suppress(RuntimeError):  # cuda-bindings could not load libcuda
-        if not cuda.cuInit(0)[0] and cuda.cuDeviceGetCount()[1] == 1:
-            cuda.cuDevicePrimaryCtxRetain(cuda.cuDeviceGet(0)[1])
 
 
 def prepare(spec: str) -> None:

@@ -224,15 +224,21 @@ def test_the_functions_are_named_in_the_driver_layer_alone() -> None:
     assert "driver/checked_calls.py" in mentioning("cuMulticast") <= allowed
 
 
+START = "driver/__init__.py"
+"""Starts CUDA before there are :class:`Calls`."""
+
+
 def test_nothing_takes_functions_from_a_module_past_the_checked_calls() -> None:
-    """Nor finds them in another way: the bindings are named where a driver is loaded, and for host devices' types."""
+    """Nor finds them in another way: the bindings are named where CUDA is started, and for host devices' types."""
     assert mentioning(r"module\.cu[A-Z]|cuGetProcAddress|dlsym|cuda\.core|symmetric_memory") == set()
     assert mentioning(r"libcuda\.so") <= {"cli/doctor/facts.py", "benchmarks/restart.py"}, (
         "which only look whether it is there"
     )
     bindings = mentioning(r"(from|import) +cuda\b|import_module\(.*cuda")
-    assert {path for path in bindings if not path.startswith("driver/host/")} == {"driver/driver.py"}
-    for path in bindings - {"driver/driver.py"}:
+    assert {path for path in bindings if not path.startswith("driver/host/")} == {"driver/driver.py", START}
+    called = set(re.findall(r"cuda\.(cu\w+)", product()[START]))
+    assert called == {"cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain"}
+    for path in bindings - {"driver/driver.py", START}:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cuda":
                 assert node.attr.startswith("CU"), f"{path} calls {node.attr} of the bindings"
