@@ -6,9 +6,10 @@ handled before messages, since a message may bring descriptors with the numbers 
 handled before the end of the process, since its last messages count.
 
 The keeper may be a service of systemd itself. The process then sends its messages to both of them
-(:class:`~cubroker.server.store.sd_notify.Manager`), so that its descriptors outlive the keeper. The keeper starts with
-what systemd has stored, gives signs of life of its own, and leaves to systemd what it cannot mend: a process that ends
-with an error before it is ready.
+(:class:`~cubroker.server.store.sd_notify.Manager`), so that its descriptors outlive the keeper. systemd knows the
+service of a message by its sender, so the keeper waits, before it reaps the process, until systemd has handled the
+messages of the process. The keeper starts with what systemd has stored, gives signs of life of its own, and leaves to
+systemd what it cannot mend: a process that ends with an error before it is ready.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from cubroker.server.keeper.child import (
     TimeLimits,
 )
 from cubroker.server.store import sd_notify
-from cubroker.server.store.sd_notify import LONGEST_NAME, Datagram, Malformed, Manager, close_all
+from cubroker.server.store.sd_notify import LONGEST_NAME, Barrier, Datagram, Malformed, Manager, close_all
 
 AT_ONCE = 512  #: Messages that are handled before signals and the watchdog are handled again.
 LEFT_BEHIND = 65536  #: Messages that are read once the child has ended: more than a queue holds, and an end to a flood.
@@ -90,7 +91,7 @@ def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
     """
     hide()
     above = _own_manager()
-    limit = make_room(terms.descriptors or (above.limit if above else None))
+    limit = make_room(terms.descriptors, above.limit if above else None)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(KeeperSignals(mask)))
         try:
@@ -105,7 +106,20 @@ def keep(terms: Terms, mask: Collection[int] | None = None) -> int:
             ) from error
         keeper = stack.enter_context(contextlib.closing(Keeper(terms, limit, path, channel, signals, above)))
         keeper.adopt(sd_notify.inherit(os.environ))
-        return keeper.run()
+        code = keeper.run()
+    if code >= 0:
+        return code
+    if above:  # which tells a process that was killed from one that failed
+        _die(-code)
+    return 128 - code
+
+
+def _die(number: int) -> None:
+    """End this process by a signal."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
 
 
 def _own_manager() -> Manager | None:
@@ -151,6 +165,8 @@ class Keeper:
         for source in (channel, self._signals.wakeup):
             self._epoll.register(source, select.EPOLLIN)
         self._stored = FdSet(limit, self._epoll)
+        #: The service manager has not handled the last messages of the ended process yet.
+        self._barrier: Barrier | None = None
         self._environ = {"NOTIFY_SOCKET": path, "FDSTORE": str(limit)}
         if terms.limits.watchdog:
             self._environ["WATCHDOG_USEC"] = str(round(terms.limits.watchdog * 1e6))
@@ -172,13 +188,11 @@ class Keeper:
             self._stored.add(name, descriptors, poll=False)
 
     def run(self) -> int:
-        """Keep the process until the end, and return its exit status."""
+        """Keep the process until the end, and return its exit status, or minus the signal that killed it."""
         wait = True
         while not self._over:
             try:
-                due = min(self._run.due, self._next.due) if self._run else self._next_start
-                due = min(due, self._next_sign)
-                self._step(min(max(due - time.monotonic(), 0.0), LONGEST_WAIT) if wait else 0.0)
+                self._step(min(max(self._due() - time.monotonic(), 0.0), LONGEST_WAIT) if wait else 0.0)
                 wait = True
             except (OSError, MemoryError) as error:  # stored descriptors must outlive a moment without memory
                 self._log.complain(f"cannot continue at the moment: {error}; trying again")
@@ -186,9 +200,21 @@ class Keeper:
                 time.sleep(RETRY_PAUSE)
         return self._status
 
+    def _due(self) -> float:
+        """Return when there is something to do even if nothing happens before."""
+        if self._barrier:
+            due = math.inf if self._barrier.sent else time.monotonic() + sd_notify.PAUSE
+        elif self._run:
+            due = min(self._run.due, self._next.due)
+        else:
+            due = self._next_start
+        return min(due, self._next_sign)
+
     def close(self) -> None:
         """Close all stored descriptors, and end the process that stands by."""
         self._next.end()
+        if self._barrier:
+            self._barrier.close()
         self._stored.close()
         self._epoll.close()
         if self._above:
@@ -209,12 +235,14 @@ class Keeper:
             if now >= self._next_start and not self._over:
                 self._start(now)
             return
+        if self._barrier:
+            return
         if news := run.enforce(now):
             self._log.say(f"process {run.pid} {news}")
         if now >= self._next.due:
             self._start_standby(now)
         if self._told_to_end and run.phase is RunPhase.STUCK:
-            self._status = 128 + signal.SIGKILL
+            self._status = -signal.SIGKILL
             self._over = True
             self._report_loss(run)
 
@@ -317,12 +345,25 @@ class Keeper:
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if self._run and ended.si_pid == self._run.pid:
+                    if not self._is_settled():
+                        return
                     self._end_run(self._run)
                 else:
                     _, status = os.waitpid(ended.si_pid, 0)
                     if ended.si_pid == self._next.pid:
                         self._log.complain(f"process {ended.si_pid}, which stood by, {_how(status)}")
                         self._next.has_ended(time.monotonic())
+
+    def _is_settled(self) -> bool:
+        """Whether the service manager, if it stores the same, has handled the messages of the ended process."""
+        if self._above is None or not self._backed:
+            return True
+        self._barrier = self._barrier or Barrier(self._above, self._epoll)
+        if not self._barrier.passed():
+            return False
+        self._barrier.close()
+        self._barrier = None
+        return True
 
     def _end_run(self, run: Run) -> None:
         """Handle the end of the process. Until it is reaped, no other process gets its pid."""
@@ -331,8 +372,7 @@ class Keeper:
             os.killpg(run.pid, signal.SIGKILL)  # the processes that it left running, as systemd does
         _, status = os.waitpid(run.pid, 0)
         self._run = None
-        code = os.waitstatus_to_exitcode(status)
-        self._status = code if code >= 0 else 128 - code
+        self._status = os.waitstatus_to_exitcode(status)
         self._log.say(f"process {run.pid} {_how(status)}{_last_status(run)}")
         self._tell(sd_notify.status(f"process {run.pid} {_how(status)}"))
         self._hear_standby()  # it may have taken over, and said so, before it ended
@@ -371,7 +411,7 @@ class Keeper:
         hopeless = ""
         if self._first and not run.ready and not len(self._stored):
             hopeless = "the first start did not get ready, and nothing is stored"
-        elif self._backed and run.pid and not run.ready and 0 < self._status < 128:
+        elif self._backed and run.pid and not run.ready and self._status > 0:
             hopeless = "the start failed, and the service manager keeps what is stored"
         self._first = False
         self._over = self._told_to_end or bool(hopeless)
@@ -564,17 +604,18 @@ class FdSet:
         return ()
 
 
-def make_room(descriptors: int | None) -> int:
+def make_room(descriptors: int | None, above: int | None = None) -> int:
     """Raise the limit of open files, the child's too, for that many stored descriptors; return their number.
 
     The child inherits all of them and may have opened as many others, hence twice as many. None stands for 4096, or as
-    many as the limit allows. Raises ``Invalid`` if the limit cannot be raised so far, or the child cannot inherit all.
+    many as the limit allows. A service manager of the keeper that stores ``above`` descriptors lowers the number, and
+    stands for it. Raises ``Invalid`` if the limit cannot be raised so far, or the child cannot inherit all.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = 2**31
     most = (hard - SPARE) // 2
-    limit = min(DEFAULT_DESCRIPTORS, most) if descriptors is None else descriptors
+    limit = min(above or DEFAULT_DESCRIPTORS, most, MOST_DESCRIPTORS) if descriptors is None else descriptors
     needed = 2 * max(limit, 1) + SPARE
     if not 0 < limit <= most:
         raise Invalid(
@@ -588,7 +629,7 @@ def make_room(descriptors: int | None) -> int:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    return limit
+    return min(limit, above) if above else limit
 
 
 def _inode(descriptor: int) -> _Inode:

@@ -177,8 +177,14 @@ class Manager:
     ) -> None:
         self.watchdog_interval = watchdog_interval
         self.limit = limit
-        self._nearest = self._full = NotifySocket("NOTIFY_SOCKET", address)
-        self._above = NotifySocket(ABOVE, above) if above else None
+        #: Whether there is one above it. A message that was not sent may then have reached the nearest.
+        self.has_above = above is not None
+        addresses = {"NOTIFY_SOCKET": address} | ({ABOVE: above} if above is not None else {})
+        for name, each in addresses.items():
+            if not each.startswith(("/", "@")) or len(each) < 2:
+                raise Invalid(f"{name} is {each!r}, which is neither an absolute path nor @ and a name")
+        self._sockets = [NotifySocket(each) for each in addresses.values()]
+        self._full = self._sockets[0]
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Manager | None:
@@ -190,12 +196,12 @@ class Manager:
         interval = None
         if usec and (not pid or _number("WATCHDOG_PID", pid) == os.getpid()):
             interval = _number("WATCHDOG_USEC", usec) / 2e6 or None
-        return cls(address, above=environ.get(ABOVE), watchdog_interval=interval, limit=places(environ))
+        return cls(address, above=environ.get(ABOVE) or None, watchdog_interval=interval, limit=places(environ))
 
     @property
     def address(self) -> str:
         """The address of its socket."""
-        return self._nearest.address
+        return self._sockets[0].address
 
     def fileno(self) -> int:
         """Return the descriptor of the socket that had no room last; once connected, it becomes writable with room."""
@@ -220,9 +226,8 @@ class Manager:
 
     def close(self) -> None:
         """Close the socket. Stored descriptors stay."""
-        self._nearest.close()
-        if self._above:
-            self._above.close()
+        for each in self._sockets:
+            each.close()
 
     def late(self, message: str) -> Unavailable:
         """Return the error of a message for which there was no room in time."""
@@ -231,21 +236,18 @@ class Manager:
     def _addressed(self, message: str) -> Iterable[tuple[NotifySocket, str]]:
         """Return to whom a message is sent, in order, and its text for each.
 
-        Whatever the manager above stores, the keeper stores too, also if this process is killed between the two: the
+        Whatever the manager above stores, the nearest stores too, also if this process is killed between the two: the
         next process gets all of it, and removes what its journal does not know.
         """
-        both = [(self._nearest, message)]
-        if self._above and (rest := "\n".join(line for line in message.split("\n") if not line.startswith(NEAREST))):
-            both.insert(0 if message.startswith(REMOVES) else 1, (self._above, rest))
-        return both
+        rest = "\n".join(line for line in message.split("\n") if not line.startswith(NEAREST))
+        both = [pair for pair in zip(self._sockets, (message, rest), strict=False) if pair[1]]
+        return reversed(both) if message.startswith(REMOVES) else both
 
 
 class NotifySocket:
-    """A socket that sends to one manager, whose address the variable ``name`` has; used as :class:`Manager` is."""
+    """A socket that sends to the manager at one address; used as :class:`Manager` is."""
 
-    def __init__(self, name: str, address: str) -> None:
-        if not address.startswith(("/", "@")) or len(address) < 2:
-            raise Invalid(f"{name} is {address!r}, which is neither an absolute path nor @ and a name")
+    def __init__(self, address: str) -> None:
         self.address = address
         # One socket for all messages: a process without free descriptors must be able to say that it lives.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -306,6 +308,40 @@ class NotifySocket:
                 raise
             self._socket.connect(f"\0{self.address[1:]}" if self.address.startswith("@") else self.address)
             self._socket.sendmsg([message.encode()], ancillary, flags)
+
+
+class Barrier:
+    """Tells when a manager has handled all messages that were sent to it before, by any process.
+
+    The manager closes the descriptor that this message carries (sd_notify_barrier(3)); one that does not know the
+    message closes it as well. ``epoll`` reports that.
+    """
+
+    def __init__(self, manager: Manager, epoll: select.epoll) -> None:
+        self._manager = manager
+        self._epoll = epoll
+        #: Whether the message was sent; :meth:`passed` sends it when there is room.
+        self.sent = False
+        self._reader, self._writer = os.pipe()
+        epoll.register(self._reader, select.EPOLLIN)
+
+    def passed(self) -> bool:
+        """Whether all was handled, or the manager is gone."""
+        if not self.sent:
+            try:
+                self.sent = self._manager.offer("BARRIER=1", [self._writer])
+            except Unavailable:
+                return True
+            if self.sent:
+                close_all([self._writer])
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        return self.sent and bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close it, whether it has passed or not."""
+        self._epoll.unregister(self._reader)
+        close_all([self._reader] if self.sent else [self._reader, self._writer])
 
 
 def _passes(error: OSError | MemoryError) -> bool:

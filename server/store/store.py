@@ -125,6 +125,8 @@ class AsyncNotifier:
         self._next = 1
         self._progress = threading.Condition()
         self._waits = False
+        #: The descriptor that the event loop watches for room; None while it watches none.
+        self._watched: int | None = None
 
     def say(self, text: str, kind: str = "") -> None:
         """Send a message, which replaces a waiting one of the same ``kind``. Failures are logged."""
@@ -163,7 +165,8 @@ class AsyncNotifier:
         """Remove what is stored under a name, or drop its message if that was not sent yet. Failures are logged."""
         if name in self._messages:
             self._take(name)
-            return
+            if not self.manager.has_above:
+                return
         try:
             self._add(object(), _Message(sd_notify.removing(name)))
         except MemoryError:  # the next broker alone would remove it, and until then the memory is in use
@@ -214,7 +217,9 @@ class AsyncNotifier:
         poll.register(self.manager, select.POLLOUT)
         try:
             if not poll.poll(0):
-                loop.add_writer(self.manager, self._resume)
+                watched = self.manager.fileno()
+                loop.add_writer(watched, self._resume)
+                self._watched = watched
                 self._waits = True  # last: without memory to wait, the next message has all of them sent
                 return
         except OSError as error:
@@ -223,7 +228,9 @@ class AsyncNotifier:
         self._waits = True
 
     def _resume(self) -> None:
-        asyncio.get_running_loop().remove_writer(self.manager)
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_writer(self._watched)
+            self._watched = None
         self._waits = False
         self._send()
 
