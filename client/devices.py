@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import translate
 from itertools import islice
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -187,8 +187,12 @@ def chosen(devices: Sequence[DeviceId] | None, plan: Plan | None) -> tuple[Devic
     """
     if devices is None:
         return (0,) if plan is None else tuple(dict.fromkeys(_mapping(plan).values()))
-    if isinstance(devices, str | bytes) or not isinstance(devices, Iterable) or not (named := tuple(devices)):
-        raise Invalid(f"{devices!r} is no list of devices to create on; name at least one")  # nor are a UUID's letters
+    named: tuple[DeviceId, ...] = ()
+    if not isinstance(devices, str | bytes):  # the letters of a UUID are no list
+        with suppress(TypeError):  # nor is what cannot be iterated, such as an array without dimensions
+            named = tuple(devices)
+    if not named:
+        raise Invalid(f"{devices!r} is no list of devices to create on; name at least one")
     return named
 
 

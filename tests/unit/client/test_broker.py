@@ -245,6 +245,7 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         (lambda broker: broker.attach_or_create("x", LAYOUT, devices=()), Invalid, "no list of devices"),
         (lambda broker: broker.create("x", LAYOUT, devices=1), Invalid, "1 is no list of devices"),
         (lambda broker: broker.publish("x", {"a": b"1"}, devices=1), Invalid, "1 is no list of devices"),
+        (lambda broker: broker.create("x", LAYOUT, devices=np.array(0)), Invalid, r"array\(0\) is no list of devices"),
         (lambda broker: broker.create("x", LAYOUT, plan=1), Invalid, "1 is no plan: .* a mapping of names"),
         (lambda broker: broker.publish("x", {"a": b"1"}, plan=["*"]), Invalid, r"\['\*'\] is no plan: "),
         (lambda broker: broker.create("x", Layout.pack([("a", "U8", (1 << 30,))])), OverBudget, "budget"),
