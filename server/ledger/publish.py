@@ -44,8 +44,8 @@ def seal(tables: Tables, session: Session, body: messages.Seal | messages.SealIn
         tables.note(session, f"lease {draft.id} stays, and {version.label} is published")
     if previous is not None:
         tables.transition_version(previous, VersionEvent.REPLACED)
+    leases.announce(tables, pool)  # before memory is freed, whose thread would take the interpreter first
     leases.end_unused(tables, pool)  # one more is superseded, so another may no longer be kept
-    leases.announce(tables, pool)
     _serve(tables, version)
     tables.recheck_pools[pool] = None
     return messages.Sealed(version.number)
