@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -131,8 +131,21 @@ def pupil(directory: Path) -> list[str]:
     return [*unmeasured, sys.executable, "-m", "tests.unit.server.keeper.kept_process", str(directory / "test")]
 
 
+def listening(inherited: Mapping[str, int]) -> dict[str, str]:
+    """Return the variables by which a forked process finds descriptors, if there are any."""
+    if not inherited:
+        return {}
+    names = ":".join(inherited)
+    return {"LISTEN_PID": forkserver.SELF, "LISTEN_FDS": str(len(inherited)), "LISTEN_FDNAMES": names}
+
+
 class Keep:
-    """A keeper, started; at the end it is told to end, and has to."""
+    """A keeper, started; at the end it is told to end, and has to.
+
+    Args:
+        variables: of its environment, as its own service manager sets them.
+        inherited: descriptors that it is started with, by name; for a keeper of the command line alone.
+    """
 
     def __init__(
         self,
@@ -142,6 +155,8 @@ class Keep:
         before: Sequence[str] = (),
         command: Sequence[str | Path] = (),
         stderr: int = subprocess.PIPE,
+        variables: Mapping[str, str] | None = None,
+        inherited: Mapping[str, int] | None = None,
     ) -> None:
         self._pupils: list[Pupil] = []
         self._written = b""
@@ -151,9 +166,11 @@ class Keep:
         self.command = pupil(directory)
         with forkserver.heeded(signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             start = partial(forkserver.start, preload=KEEPER) if program[:3] == COMMAND else subprocess.Popen
+            if inherited:
+                start = partial(start, descriptors=dict(enumerate(inherited.values(), start=3)))
             self.process = start(
                 [*before, *program, *options, "--", *map(str, command or self.command)],
-                env=environment(TMPDIR=str(directory)),
+                env=environment(TMPDIR=str(directory), **(variables or {}), **listening(inherited or {})),
                 stdin=subprocess.DEVNULL,
                 stderr=stderr,
             )

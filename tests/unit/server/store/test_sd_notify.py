@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -20,7 +21,9 @@ from cubroker.server.keeper.keeper import same_by_comparison, same_file
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager, NotifySocket, inherit
 from tests.brokers import PATIENCE
+from tests.stores import fill
 from tests.unit.server.keeper.harness import memory
+from tests.unit.server.processes import all_closed, files
 
 
 @pytest.fixture
@@ -235,14 +238,121 @@ def test_the_limit_of_the_store_is_what_systemd_says_else_what_the_unit_says(
     ("name", "value"),
     [
         *(("NOTIFY_SOCKET", value) for value in ("vsock:2:1", "relative", "@")),
+        ("KEEPER_NOTIFY_SOCKET", "relative"),
         *(("FDSTORE", value) for value in ("-1", "many", "1" * 30)),
         ("CUBROKER_STORE", "1.5"),
         ("WATCHDOG_USEC", "soon"),
     ],
 )
 def test_a_variable_that_makes_no_sense_is_refused_by_name(name: str, value: str) -> None:
+    before = files(os.getpid())
     with pytest.raises(Invalid, match=f"{name} is '{value}'"):
         Manager.from_environment({"NOTIFY_SOCKET": "/x", name: value})
+    all_closed(os.getpid(), before)
+
+
+class Pair:
+    """A keeper and the service manager above it, both played by the test, and a process that has them as its manager.
+
+    Attributes:
+        near: where the keeper would listen.
+        above: where its own manager would.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.near, self.above = (self._listen(directory / name) for name in ("near", "above"))
+        named = {"NOTIFY_SOCKET": self.near.getsockname(), "KEEPER_NOTIFY_SOCKET": self.above.getsockname()}
+        manager = Manager.from_environment(named)
+        assert manager
+        self.manager = manager
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the manager reports that there is room, to those who wait for it."""
+        return bool(select.select([], [self.manager], [], 0)[1])
+
+    def read(self, channel: socket.socket) -> list[tuple[bytes, int]]:
+        """Take all messages that are there, with the number of their descriptors, but for what has filled the queue."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, descriptors = arrived(channel)
+                close(descriptors)
+                found.append((data, len(descriptors)))
+        return [each for each in found if each[0] != b"NOISE=1"]
+
+    def close(self) -> None:
+        for each in (self.manager, self.near, self.above):
+            each.close()
+
+    def _listen(self, path: Path) -> socket.socket:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        channel.bind(str(path))
+        channel.setblocking(False)
+        return channel
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    both = Pair(tmp_path)
+    yield both
+    both.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "above"),
+    [
+        (sd_notify.ready("2 pools", f"{sd_notify.SPEAKS}=1"), b"READY=1\nSTATUS=2 pools"),
+        (sd_notify.status("3 pools"), b"STATUS=3 pools"),
+        (sd_notify.stopping(1.5), b"EXTEND_TIMEOUT_USEC=1500000"),
+        (sd_notify.stopping(), b""),
+        (sd_notify.WATCHDOG, b""),
+        (sd_notify.storing("m1.0", poll=False), b"FDSTORE=1\nFDNAME=m1.0\nFDPOLL=0"),
+        (sd_notify.removing("m1.0"), b"FDSTOREREMOVE=1\nFDNAME=m1.0"),
+    ],
+)
+def test_the_manager_above_a_keeper_gets_all_but_what_concerns_the_process_alone(
+    pair: Pair, text: str, above: bytes
+) -> None:
+    with memory(b"") as file:
+        descriptors = [file] if "FDSTORE=" in text else []
+        for send in (pair.manager.offer, pair.manager.say):
+            send(text, descriptors)
+            assert pair.read(pair.near) == [(text.encode(), len(descriptors))]
+            assert pair.read(pair.above) == [(above, len(descriptors))] * bool(above)
+
+
+@pytest.mark.parametrize("full", ["near", "above"])
+@pytest.mark.parametrize(
+    ("text", "first"), [(sd_notify.storing("m1.0", poll=False), "near"), (sd_notify.removing("m1.0"), "above")]
+)
+def test_the_manager_above_has_nothing_that_the_keeper_lacks_when_one_of_them_takes_nothing(
+    pair: Pair, text: str, first: str, full: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sd_notify, "PATIENCE", 0.01)
+    without, other = (pair.near, pair.above) if full == "near" else (pair.above, pair.near)
+    before = [] if first == full else [(text.encode(), 0)]
+    fill(Path(without.getsockname()))
+    assert not pair.manager.offer(text)
+    assert pair.read(other) == before
+    assert not pair.has_room
+    late = re.escape(f"the service manager at {without.getsockname()} did not take {text.splitlines()[0]}")
+    assert re.match(late, pair.manager.late(text).message)
+    fresh = Manager(pair.near.getsockname(), above=pair.above.getsockname())  # whose limits are those of now
+    with pytest.raises(Unavailable, match=late):
+        fresh.say(text)
+    fresh.close()
+    assert pair.read(other) == before
+    assert pair.read(without) == []
+    assert pair.has_room
+    assert pair.manager.offer(text)
+    assert pair.read(pair.near) == pair.read(pair.above) == [(text.encode(), 0)]
+
+
+def test_both_sockets_are_closed(tmp_path: Path) -> None:
+    before = files(os.getpid())
+    Pair(tmp_path).close()
+    all_closed(os.getpid(), before)
 
 
 def test_descriptors_of_another_process_are_left_alone_and_their_variables_are_taken_away() -> None:

@@ -51,11 +51,11 @@ FOR_EVER = 1e6
 class Place:
     """Where a service manager would listen, whose queue is full until it is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, above: Path | None = None) -> None:
         self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.channel.bind(str(path))
         self.channel.setblocking(False)
-        self.notifier = AsyncNotifier(Manager(str(path)))
+        self.notifier = AsyncNotifier(Manager(str(path), above=str(above) if above else None))
         self.outcomes: list[StoreReplied] = []
 
     def fill(self) -> None:
@@ -140,6 +140,67 @@ def test_a_descriptor_that_was_not_stored_yet_and_is_to_be_removed_never_comes(f
         full.notifier.say(sd_notify.WATCHDOG)
         assert await full.read_until("WATCHDOG=1") == ["WATCHDOG=1"]
         assert full.outcomes == []
+
+    run(test())
+
+
+@pytest.fixture
+def above(tmp_path: Path) -> Iterator[Place]:
+    found = Place(tmp_path / "above")
+    yield found
+    found.notifier.close()
+    found.channel.close()
+
+
+@pytest.fixture
+def near(tmp_path: Path, above: Place) -> Iterator[Place]:
+    """A keeper whose own manager is ``above``."""
+    found = Place(tmp_path / "near", tmp_path / "above")
+    yield found
+    found.notifier.close()
+    found.channel.close()
+
+
+def test_a_descriptor_that_the_keeper_alone_has_got_is_removed_there(near: Place, above: Place) -> None:
+    async def test() -> None:
+        above.fill()
+        with memory(b"") as file:
+            assert not near.store("s1", file)
+        near.notifier.remove("s1")
+        assert near.read() == ["FDSTORE=1 FDNAME=s1"]
+        removal = "FDSTOREREMOVE=1 FDNAME=s1"
+        assert await above.read_until(removal) == [removal]
+        assert await near.read_until(removal) == [removal]
+        assert near.outcomes == []
+
+    run(test())
+
+
+def test_of_a_keeper_and_its_manager_the_one_without_room_is_watched_and_not_for_longer_than_that(
+    near: Place, above: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        watched: set[object] = set()
+        add, remove = loop.add_writer, loop.remove_writer
+        monkeypatch.setattr(loop, "add_writer", lambda file, *what: (watched.add(file), add(file, *what)))
+        monkeypatch.setattr(loop, "remove_writer", lambda file: (watched.discard(file), remove(file)))
+        above.fill()
+        with memory(b"") as file, monkeypatch.context() as soon:
+            soon.setattr(sd_notify, "PATIENCE", 0.001)
+            assert not near.store("s1", file)
+            while not near.outcomes:
+                await asyncio.sleep(0)
+        near.fill()
+        with memory(b"") as file:
+            assert not near.store("s2", file)  # now the other one has no room
+        assert len(watched) == 1
+        above.read()
+        stored = "FDSTORE=1 FDNAME=s2"
+        assert await near.read_until(stored) == ["FDSTORE=1 FDNAME=s1", stored]
+        assert await above.read_until(stored) == [stored]
+        assert near.outcomes[1:] == [StoreReplied("s2", None)]
+        assert not watched
 
     run(test())
 
