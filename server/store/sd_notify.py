@@ -38,7 +38,7 @@ import struct
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -211,18 +211,20 @@ class Manager:
         """Send a message now; False if there is no room. Once sent, it and its descriptors survive this process.
 
         After False a keeper may have it, and gets it once more when it is offered again, which changes nothing there.
-        Raises ``Unavailable`` if the manager is gone.
+        Raises ``Unavailable`` if the manager is gone, and there is none above it.
         """
         for destination, text in self._addressed(message):
-            if not destination.offer(text, descriptors):
-                self._full = destination
-                return False
+            with self._unless_outlived(destination):
+                if not destination.offer(text, descriptors):
+                    self._full = destination
+                    return False
         return True
 
     def say(self, message: str, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and wait for room; raises ``Unavailable`` if the manager is gone or too slow."""
+        """Send a message, and wait for room. Raises as :meth:`offer`, and if the manager is too slow."""
         for destination, text in self._addressed(message):
-            destination.say(text, descriptors)
+            with self._unless_outlived(destination):
+                destination.say(text, descriptors)
 
     def close(self) -> None:
         """Close the socket. Stored descriptors stay."""
@@ -232,6 +234,16 @@ class Manager:
     def late(self, message: str) -> Unavailable:
         """Return the error of a message for which there was no room in time."""
         return self._full.late(message)
+
+    @contextlib.contextmanager
+    def _unless_outlived(self, destination: NotifySocket) -> Iterator[None]:
+        """Ignore that a keeper is gone: the next one starts with what the manager above has."""
+        try:
+            yield
+        except Unavailable as error:
+            gone = isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError))
+            if not gone or destination is self._sockets[-1]:
+                raise
 
     def _addressed(self, message: str) -> Iterable[tuple[NotifySocket, str]]:
         """Return to whom a message is sent, in order, and its text for each.

@@ -230,7 +230,7 @@ def test_a_manager_that_is_gone_holds_up_no_run(tmp_path: Path, channel: socket,
 
 
 def test_the_end_that_was_asked_for_meanwhile_comes_after_it(tmp_path: Path, channel: socket) -> None:
-    with managed(tmp_path, tmp_path / "held", "--stop-timeout", "0.05", watchdog=0.08) as keep:
+    with managed(tmp_path, tmp_path / "held") as keep:
         keep.next().kill()
         barrier = heard(channel, b"BARRIER=1")
         keep.process.send_signal(signal.SIGTERM)
@@ -238,7 +238,6 @@ def test_the_end_that_was_asked_for_meanwhile_comes_after_it(tmp_path: Path, cha
         assert none_follows(keep)
         close_all(barrier.descriptors)
         assert keep.status() == -signal.SIGKILL
-        assert "does not end" not in keep.said(), "it has ended, and was not reaped yet"
 
 
 @pytest.mark.slow

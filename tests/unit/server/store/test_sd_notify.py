@@ -349,6 +349,23 @@ def test_the_manager_above_has_nothing_that_the_keeper_lacks_when_one_of_them_ta
     assert pair.read(pair.near) == pair.read(pair.above) == [(text.encode(), 0)]
 
 
+@pytest.mark.parametrize("text", [sd_notify.storing("m1.0", poll=False), sd_notify.removing("m1.0")])
+def test_once_the_keeper_is_gone_the_manager_above_is_told_alone(pair: Pair, text: str) -> None:
+    pair.manager.say(text)
+    pair.read(pair.above)
+    pair.near.close()
+    for send in (pair.manager.offer, pair.manager.say):
+        send(text)
+        assert pair.read(pair.above) == [(text.encode(), 0)]
+        send(sd_notify.WATCHDOG)  # which was for the keeper alone
+    fill(Path(pair.above.getsockname()))
+    assert not pair.manager.offer(text)
+    pair.above.close()
+    for send in (pair.manager.offer, pair.manager.say):
+        with pytest.raises(Unavailable, match=r"above cannot be told FDSTORE.*Connection refused"):
+            send(text)
+
+
 def test_both_sockets_are_closed(tmp_path: Path) -> None:
     before = files(os.getpid())
     Pair(tmp_path).close()
