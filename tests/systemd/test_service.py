@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from tests.brokers import eventually
 from tests.checkpoints import filled, write
 from tests.systemd.clients import Client
 from tests.systemd.lab import Lab, release
-from tests.systemd.service import SERVICE, SETTINGS, SOCKETS, TEXT, Service
+from tests.systemd.service import EITHER, SERVICE, SETTINGS, SOCKETS, STANDING_BY, TEXT, Service
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +133,7 @@ def filters(lab: Lab, pid: int) -> int:
     return int(re.findall(r"^Seccomp_filters:\s*(\d+)$", status, re.MULTILINE)[0])
 
 
+@EITHER
 def test_the_gateway_confines_itself_within_the_filter_of_the_unit(service: Service) -> None:
     lab = service.lab
     assert service.pools() == []  # the gateway has answered
@@ -194,6 +198,102 @@ def test_a_broker_that_hangs_is_started_again_with_what_it_had(service: Service)
     service.says("most recent call first")  # where it hung
 
 
+def dies(service: Service) -> None:
+    service.signal(signal.SIGKILL)
+
+
+def hangs(service: Service) -> None:
+    service.signal(signal.SIGSTOP)
+
+
+def keeper_dies(service: Service) -> None:
+    service.lab.run("kill", "-KILL", str(service.main))
+
+
+def keeper_hangs(service: Service) -> None:
+    service.lab.run("kill", "-STOP", str(service.main))
+
+
+@STANDING_BY
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (dies, "was killed by SIGKILL"),
+        (hangs, "gave no sign of life in time, and is aborted"),
+        (keeper_dies, "Main process exited, code=killed, status=9/KILL"),
+        (keeper_hangs, "Watchdog timeout"),
+    ],
+)
+def test_a_broker_is_replaced_by_the_one_that_stands_by_and_a_keeper_by_systemd(
+    service: Service, fails: Callable[[Service], None], said: str
+) -> None:
+    service.stand_by("--watchdog", "2")
+    service.configure("[Service]\nWatchdogSec=2\n")
+    service.lab.systemctl("restart", SERVICE)
+    service.publish("held")
+    with Client(service.lab, "hold", "held") as holder, Client(service.lab, "attaching", "held") as worker:
+        service.stands_by()
+        main, broker, restarts = service.main, service.pid, service.starts_again
+        fails(service)
+        service.replaces(broker)
+        by_systemd = fails in (keeper_dies, keeper_hangs)
+        assert (service.main != main, service.starts_again - restarts) == (by_systemd, by_systemd)
+        assert holder.ask() == ["held", 1]
+        turns, _ = worker.ask()
+        assert turns
+        (pool,) = service.pools()
+        assert (pool["name"], pool["leases"]) == ("held", 1)
+        service.says(said)
+        if not by_systemd:
+            service.says("which stood by, starts again")
+        eventually(lambda: service.lab.show(SERVICE, "StatusText").startswith("1 versions, "), "the broker's status")
+
+
+@STANDING_BY
+def test_a_broker_that_the_kernel_kills_for_want_of_memory_is_its_keepers_to_replace(service: Service) -> None:
+    assert service.lab.show(SERVICE, "OOMPolicy") == "continue"
+
+
+@contextmanager
+def stopped(lab: Lab) -> Iterator[None]:
+    """Have systemd do nothing for the length of a block, as if the machine were busy."""
+    os.kill(int(lab.pid), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(int(lab.pid), signal.SIGCONT)
+
+
+def has_ended(lab: Lab, pid: int) -> bool:
+    """Whether a process has ended; it may not have been reaped."""
+    stat = lab.run("cat", f"/proc/{pid}/stat", check=False).stdout
+    return not stat or stat.rpartition(")")[2].split()[0] == "Z"
+
+
+@EITHER
+def test_systemd_reads_later_what_a_broker_said_before_it_was_killed(service: Service) -> None:
+    service.publish("old")
+    service.publish("held")
+    with Client(service.lab, "hold", "held") as holder:
+        if service.kept:
+            service.stands_by()
+        broker = service.pid
+        with stopped(service.lab):
+            assert service.publish("new") == 1
+            service.cubroker("retire", "old")
+            service.lab.run("kill", "-KILL", str(broker))
+            eventually(lambda: has_ended(service.lab, broker), "the broker's end")
+        service.replaces(broker)
+        broker = service.pid
+        service.lab.run("kill", "-KILL", str(service.main))
+        service.replaces(broker)
+        assert sorted(pool["name"] for pool in service.pools()) == ["held", "new"]
+        assert holder.ask() == ["held", 1]
+        stored = len({"ledger"}) + 2 + 2 * 2  # the holder's session, and two pools on two devices
+        eventually(lambda: service.stored == stored, f"systemd to have {stored} descriptors")
+
+
+@EITHER
 def test_a_restart_keeps_pools_and_leases_and_workers_go_on(service: Service) -> None:
     service.publish("held")
     with Client(service.lab, "hold", "held") as holder, Client(service.lab, "attaching", "held") as worker:
@@ -221,6 +321,7 @@ def test_a_worker_that_died_while_no_broker_ran_is_found_out(service: Service) -
     service.lab.run("rm", "/run/go")
 
 
+@EITHER
 def test_stopped_and_started_it_has_what_systemd_keeps_and_workers_keep_their_memory(service: Service) -> None:
     service.publish("held")
     kept = service.lab.run("systemctl", "show", "--property=FileDescriptorStorePreserve", SERVICE).stdout
@@ -238,6 +339,7 @@ def test_stopped_and_started_it_has_what_systemd_keeps_and_workers_keep_their_me
         assert holder.ask() == ["held", 1]
 
 
+@EITHER
 def test_a_reload_takes_new_settings_and_refuses_wrong_ones(service: Service) -> None:
     before = service.pid
     service.lab.write(SETTINGS, TEXT + "keep = 3\n")
@@ -257,6 +359,7 @@ def attempts(service: Service) -> list[float]:
     return [float(found) for found in re.findall(r"^\[ *([0-9.]+)\]", service.lab.run(*show).stdout, re.MULTILINE)]
 
 
+@EITHER
 def test_a_mistake_in_the_settings_is_named_within_seconds_tried_at_intervals_and_mended_by_a_restart(
     service: Service,
 ) -> None:
