@@ -155,6 +155,16 @@ def test_the_broker_is_told_how_much_systemd_stores_and_names_of_so_many_fit(fil
     assert int(service.get("LimitNOFILE", "0")) >= 2 * stored + 1024 or file.startswith("user/")
 
 
+def test_with_the_next_one_standing_by_the_same_broker_runs_and_has_as_long_to_end() -> None:
+    service, drop_in = (Unit(UNITS / file)["Service"] for file in ("cubroker.service", "standby.conf"))
+    keep, serve = drop_in["ExecStart"].split(" -- ")
+    assert serve == service["ExecStart"]
+    assert keep == "/usr/local/bin/cubroker keep --stop-timeout 300"
+    assert service["TimeoutStopSec"] == "5min"
+    assert "ExecStart=\n" in (UNITS / "standby.conf").read_text(), "systemd adds a command to those before"
+    assert drop_in["NotifyAccess"] == "all"
+
+
 @pytest.mark.parametrize(
     ("file", "kind", "socket", "name"),
     [
