@@ -1,7 +1,8 @@
 """A process that reaches into others: ``python intruder.py NAME=PID …``; it says in JSON which attacks came through.
 
 ``python intruder.py BROKER PIPE LISTENER PATH`` is a gateway that does the same once it listens, and then ends; so is
-``python intruder.py BROKER PIPE``, which gets the other two by that pipe.
+``python intruder.py BROKER PIPE``, which gets the other two by that pipe. The variable ``INTRUDER_WITHOUT`` names the
+part of its confinement that such a gateway leaves out.
 
 An attack comes through unless the kernel forbids it; that it then finds nothing at an address is no defence. Each is
 tried on a child of this process, too, which has no defence at all.
@@ -122,6 +123,9 @@ BEYOND: dict[str, Callable[[int], None]] = {
 }
 """What a process may do to others of its user that cannot be traced, and to the machine."""
 
+FILES = {"opens a file", "looks at a directory", "makes a file", "removes the socket", "opens its files"}
+"""What Landlock denies, whatever its version; the filter of system calls denies it as well."""
+
 
 def attack(pid: int, attacks: dict[str, Callable[[int], None]] = ATTACKS) -> list[str]:
     """Try everything on a process, and return what came through."""
@@ -153,6 +157,9 @@ def as_gateway() -> None:
     from cubroker.server.transport import gateway
 
     broker = int(sys.argv.pop(1))
+    if without := os.environ.get("INTRUDER_WITHOUT"):
+        assert callable(getattr(gateway, without))
+        setattr(gateway, without, lambda: None)
     setattr(gateway.Gateway, "run", lambda self: print(json.dumps(attack(broker, ATTACKS | BEYOND)), flush=True))  # noqa: B010
     gateway.main()
 

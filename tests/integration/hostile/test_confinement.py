@@ -64,7 +64,20 @@ def test_a_broker_and_its_gateway_leave_no_core_dump_and_the_gateway_gains_no_ri
 def test_code_that_runs_in_a_gateway_reaches_neither_its_broker_nor_a_file_nor_a_network(
     processes: dict[str, int], tmp_path: Path, in_advance: bool
 ) -> None:
-    path = tmp_path / "requests"
+    assert intrude_as_gateway(processes["broker"], tmp_path / "requests", in_advance=in_advance) == []
+
+
+@pytest.mark.skipif(bool(hardening.obstacles()), reason="; ".join(hardening.obstacles()))
+@pytest.mark.parametrize(("without", "denied"), [("restrict_files", None), ("filter_calls", intruder.FILES)])
+def test_either_part_of_the_confinement_alone_keeps_a_gateway_from_files(
+    processes: dict[str, int], tmp_path: Path, without: str, denied: set[str] | None
+) -> None:
+    through = intrude_as_gateway(processes["broker"], tmp_path / "requests", without=without)
+    assert denied.isdisjoint(through) if denied else through == []
+
+
+def intrude_as_gateway(broker: int, path: Path, *, in_advance: bool = False, without: str = "") -> list[str]:
+    """Run an intruder that is a gateway of the broker, and return what it could do."""
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -75,6 +88,9 @@ def test_code_that_runs_in_a_gateway_reaches_neither_its_broker_nor_a_file_nor_a
             socket.send_fds(ours, [os.fsencode(path)], [listener.fileno()])
         else:
             inherited, given = (theirs.fileno(), listener.fileno()), (path,)
-        command = [*BARE, sys.executable, intruder.__file__, *map(str, (processes["broker"], *inherited, *given))]
-        done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=inherited, timeout=PATIENCE, check=True)
-    assert json.loads(done.stdout) == []
+        command = [*BARE, sys.executable, intruder.__file__, *map(str, (broker, *inherited, *given))]
+        env = os.environ | {"INTRUDER_WITHOUT": without}
+        done = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, pass_fds=inherited, timeout=PATIENCE, check=True
+        )
+    return list(json.loads(done.stdout))
