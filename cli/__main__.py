@@ -30,7 +30,7 @@ def main() -> None:
     signals.end_at_interrupt()
     signals.hold()
     loads = _command(sys.argv[1:]) == "load" and HELP.isdisjoint(sys.argv)
-    if loads:
+    if loads and None not in (sys.stdin, sys.stdout, sys.stderr):  # CUDA's files would get a closed stream's number
         from cubroker.driver import start_cuda
 
         start_cuda()

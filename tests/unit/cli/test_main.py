@@ -202,16 +202,21 @@ cuDevicePrimaryCtxRetain = lambda device: note("retained", (0, device))
 """A stand-in for the module of CUDA's bindings, which tells of a context."""
 
 
+def bindings(directory: Path, text: str) -> dict[str, str]:
+    """Return the environment of a process that takes ``text`` for the module of CUDA's bindings."""
+    package = directory / "cuda" / "bindings"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "driver.py").write_text(text)
+    return environment(PYTHONPATH=str(directory))
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_load_starts_cuda_before_it_imports_the_rest_and_makes_the_context_of_the_only_gpu(
     tmp_path: Path, gpus: int
 ) -> None:
-    package = tmp_path / "cuda" / "bindings"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").touch()
-    (package / "driver.py").write_text(BINDINGS.replace("GPUS", str(gpus)))
-    env = environment(PYTHONPATH=str(tmp_path))
+    env = bindings(tmp_path, BINDINGS.replace("GPUS", str(gpus)))
     told = "['imported before click: True', 'initialized', 'counted', 'retained']\n"
     for given, expected in ((["x"], told), (["x", "--help"], ""), ([], told)):
         command = [*COMMAND, "--directory", str(tmp_path / "nobody"), "load", "model", *given]
@@ -219,6 +224,18 @@ def test_a_load_starts_cuda_before_it_imports_the_rest_and_makes_the_context_of_
         assert done.stderr.startswith(expected if gpus == 1 else ""), done.stderr
         assert ("retained" in done.stderr) == (gpus == 1 and expected != "")
         assert done.returncode == (0 if "--help" in given else 3 if given else 2), done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_no_file_of_cudas_becomes_a_standard_stream_of_a_load_that_was_started_with_one_closed(
+    tmp_path: Path, closed: str
+) -> None:
+    number = tmp_path / "number"
+    text = f"import os\nfile = os.open(os.devnull, os.O_RDWR)\nopen({str(number)!r}, 'w').write(str(file))\n{BINDINGS}"
+    shell = ["sh", "-c", f'exec "$@" {closed}; exit 1', "sh", *COMMAND, "load"]
+    done = subprocess.run(shell, env=bindings(tmp_path, text), capture_output=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 2
+    assert not number.exists() or int(number.read_text()) > 2
 
 
 def test_help_says_which_commands_go_on_to_the_hosts_broker(capsys: pytest.CaptureFixture[str]) -> None:
