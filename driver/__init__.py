@@ -66,7 +66,7 @@ def start_cuda() -> None:
     long, and :func:`load` and its :class:`Driver` have less to wait for. Call it before the process has other threads.
     The context stays until the process ends. Of several GPUs it is not known yet which one is needed.
     """
-    with suppress(ImportError):
+    with suppress(ImportError, RuntimeError):  # the latter: no libcuda, or no room for another thread
         from cuda.bindings import driver as cuda  # in this thread, since imports wait for each other
 
         from cubroker.driver.system_calls import make_room

@@ -238,6 +238,24 @@ def test_no_file_of_cudas_becomes_a_standard_stream_of_a_load_that_was_started_w
     assert not number.exists() or int(number.read_text()) > 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import no_such_module",
+        "raise RuntimeError('no libcuda')",
+        "def cuInit(_): raise RuntimeError('no libcuda')",
+        "import threading\ndef start(_): raise RuntimeError('no thread')\nthreading.Thread.start = start",
+        "import threading\ncuInit = lambda _: threading.Event().wait()",
+    ],
+    ids=["missing", "broken", "without a driver", "without room for a thread", "hanging"],
+)
+def test_a_load_that_needs_no_cuda_ends_the_same_where_cuda_does_not_start(tmp_path: Path, text: str) -> None:
+    env = bindings(tmp_path, text)
+    done = subprocess.run([*COMMAND, "load"], env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
 def test_help_says_which_commands_go_on_to_the_hosts_broker(capsys: pytest.CaptureFixture[str]) -> None:
     goes_on = {}
     for command in ([], ["ls"], ["doctor"], ["serve"], ["config", "check"]):
