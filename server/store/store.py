@@ -130,6 +130,8 @@ class AsyncNotifier:
 
     def say(self, text: str, kind: str = "") -> None:
         """Send a message, which replaces a waiting one of the same ``kind``. Failures are logged."""
+        if text == sd_notify.WATCHDOG and self._has_overtaken(text):
+            return
         if waiting := self._messages.get(kind):
             waiting.text = text
         else:
@@ -188,6 +190,12 @@ class AsyncNotifier:
         for key in list(self._messages):
             self._take(key)
         self.manager.close()
+
+    def _has_overtaken(self, sign: str) -> bool:
+        """Send a sign of life, which is for a keeper, past messages for which the manager above it has no room."""
+        with suppress(Unavailable):
+            return self._waits and self.manager.has_above and self.manager.offer(sign)
+        return False
 
     def _add(self, key: object, message: _Message) -> None:
         message.number = self._posted + 1

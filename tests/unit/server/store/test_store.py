@@ -176,6 +176,22 @@ def test_a_descriptor_that_the_keeper_alone_has_got_is_removed_there(near: Place
     run(test())
 
 
+def test_a_sign_of_life_for_the_keeper_does_not_wait_for_room_at_the_manager_above(near: Place, above: Place) -> None:
+    async def test() -> None:
+        above.fill()
+        near.notifier.say(sd_notify.status("one"), "status")
+        assert near.read() == ["STATUS=one"]
+        near.notifier.say(sd_notify.WATCHDOG, "life")
+        assert near.read() == ["WATCHDOG=1"]
+        near.fill()
+        near.notifier.say(sd_notify.WATCHDOG, "life")
+        above.read()
+        assert await near.read_until("WATCHDOG=1") == ["STATUS=one", "WATCHDOG=1"]
+        assert above.read() == ["STATUS=one"]
+
+    run(test())
+
+
 def test_of_a_keeper_and_its_manager_the_one_without_room_is_watched_and_not_for_longer_than_that(
     near: Place, above: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
