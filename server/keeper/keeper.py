@@ -55,7 +55,7 @@ LEFT_BEHIND = 65536  #: Messages that are read once the child has ended: more th
 
 LONGEST_WAIT = 3600.0
 ANSWER = 3.0  #: Seconds within which a process that stood by must answer that it takes over.
-RETRY_PAUSE = 0.1  #: Seconds before the next attempt when the machine has no memory left.
+RETRY_PAUSE = 0.1  #: Seconds before the next attempt when the machine has no memory left, or the manager no room.
 LONGEST_LINE = 1000  #: Characters of a line in the log: it has to fit in one page of a pipe.
 MOST_COMPLAINTS = 100  #: Complaints about one run of the child, which may misbehave for ever.
 
@@ -247,15 +247,15 @@ class Keeper:
             self._report_loss(run)
 
     def _give_sign(self, now: float) -> None:
-        interval = self._above and self._above.watchdog_interval
-        self._next_sign = now + (interval or math.inf)
-        self._tell(sd_notify.WATCHDOG)
+        interval = (self._above and self._above.watchdog_interval) or math.inf
+        self._next_sign = now + (interval if self._tell(sd_notify.WATCHDOG) else min(interval, RETRY_PAUSE))
 
-    def _tell(self, message: str) -> None:
-        """Send a message to the service manager of the keeper, if there is one and it has room."""
+    def _tell(self, message: str) -> bool:
+        """Send a message to the service manager of the keeper, if there is one; return False if it has no room."""
         if self._above:
             with contextlib.suppress(Unavailable):
-                self._above.offer(message)
+                return self._above.offer(message)
+        return True
 
     def _hear_standby(self) -> None:
         pid, handed = self._next.pid, self._next.handed

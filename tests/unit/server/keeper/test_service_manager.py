@@ -262,3 +262,10 @@ def in_time(channel: socket, watchdog: float) -> None:
     before = time.monotonic()
     heard(channel, sd_notify.WATCHDOG.encode())
     assert time.monotonic() < before + watchdog
+
+
+def test_a_sign_of_life_for_which_there_was_no_room_is_given_again_soon(tmp_path: Path, channel: socket) -> None:
+    fill(tmp_path / "held")
+    with managed(tmp_path, tmp_path / "held", watchdog=100 * PATIENCE) as keep, channel:
+        keep.next(ready=False)
+        heard(channel, sd_notify.WATCHDOG.encode())
