@@ -291,7 +291,7 @@ class Store:
 
     def begin(self) -> None:
         """Store the journal, unless it is stored, before anything that it names. Raises as :meth:`hold`."""
-        if not self.inherited:
+        if not self.inherited or self.notifier.manager.has_above:  # a kill may have come between the two
             self.hold(JOURNAL, [self.journal.descriptor])
 
     def attend(self) -> None:

@@ -176,6 +176,15 @@ def test_a_descriptor_that_the_keeper_alone_has_got_is_removed_there(near: Place
     run(test())
 
 
+def test_a_journal_that_the_keeper_alone_may_have_is_stored_above_by_the_next_broker(near: Place, above: Place) -> None:
+    near.notifier.manager.limit = ROOM
+    with closing(Journal.create()) as left:
+        store = Store(near.notifier, {"ledger": [os.dup(left.descriptor)]})
+        with closing(store.journal):
+            store.begin()
+    assert above.read() == ["FDSTORE=1 FDNAME=ledger FDPOLL=0"]
+
+
 def test_a_sign_of_life_for_the_keeper_does_not_wait_for_room_at_the_manager_above(near: Place, above: Place) -> None:
     async def test() -> None:
         above.fill()
