@@ -352,12 +352,9 @@ class Broker:
         """Tell the ledger what happened while no broker ran, and send sessions again what they may have missed."""
         self._queue.put(Restored(tuple(news)))
         for number, session in self._sessions.items():
-            before = logged[number]
             self._checks.joined(session.peer.uid)
-            if not before.welcomed:
-                self.sessions.welcome(session)
             session.notify(Draining(self._ledger.drain_reason))  # the earlier broker may have sent another one
-            for lease in before.undelivered_fds:
+            for lease in logged[number].undelivered_fds:
                 if (sent := self._ledger.sent_fds(number, lease)) is not None:
                     self._execute(sent)
 

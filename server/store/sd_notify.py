@@ -249,7 +249,8 @@ class Manager:
         """Return to whom a message is sent, in order, and its text for each.
 
         Whatever the manager above stores, the nearest stores too, also if this process is killed between the two: the
-        next process gets all of it, and removes what its journal does not know.
+        next process gets all of it, removes what its journal does not know, and stores what the manager above may lack
+        again: the journal, and sessions whose clients were not welcomed.
         """
         rest = "\n".join(line for line in message.split("\n") if not line.startswith(NEAREST))
         both = [pair for pair in zip(self._sockets, (message, rest), strict=False) if pair[1]]

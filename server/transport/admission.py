@@ -36,6 +36,7 @@ from cubroker.protocol.messages import VERSIONS, Draining, Hello, Notice, Pong, 
 from cubroker.server.event_queue import ClientGreeted, EventQueue
 from cubroker.server.ledger import Ledger
 from cubroker.server.ledger.events import ForgetSession, ProcessExited, SessionOpened
+from cubroker.server.store.store import StoreReplied
 from cubroker.server.transport.requests import IncomingRequests
 from cubroker.server.transport.session import LoggedSession, SessionConnection, SessionLog, label, send_last
 from cubroker.server.transport.unix_sockets import (
@@ -49,7 +50,7 @@ from cubroker.server.transport.unix_sockets import (
 
 if TYPE_CHECKING:
     from cubroker.driver import Driver
-    from cubroker.server.store.store import Store, StoreReplied
+    from cubroker.server.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +289,10 @@ class Sessions:
         self._enter(session)
         if self._log and logged.no_secret:
             self._log.opened(session, welcomed=True)
+        if not logged.welcomed:
+            self.unwelcomed[label(number)] = session
+            if connection and peer.pidfd >= 0 and self._store and self._store.notifier.manager.has_above:
+                self._store_again(session, self._store)
 
     def stored(self, reply: StoreReplied) -> ProcessExited | None:
         """Process a reply of the store; if it refused a session, return the event that ends it in the ledger."""
@@ -362,6 +367,20 @@ class Sessions:
         except Unavailable as error:
             return not_stored(error)
         return None
+
+    def _store_again(self, session: SessionConnection, store: Store) -> None:
+        """Store an adopted session that the keeper alone may have: its client holds nothing before it is welcomed."""
+        name, error = label(session.number), None
+        try:
+            if store.notifier.store(name, session.descriptors, self._queue):
+                return
+        except Unavailable as failure:
+            error = failure
+        except OSError as failure:
+            error = Unavailable(explain(failure))
+        self._unstored.add(name)
+        if error:
+            self._queue.put(StoreReplied(name, error))
 
     def _enter(self, session: SessionConnection) -> None:
         self.by_number[session.number] = session

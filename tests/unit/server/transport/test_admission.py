@@ -8,15 +8,16 @@ import errno
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from cubroker.driver import load
 from cubroker.protocol import wire
-from cubroker.protocol.errors import OverQuota
+from cubroker.protocol.errors import OverQuota, Unavailable
 from cubroker.protocol.messages import (
     Answer,
     Clients,
@@ -37,11 +38,13 @@ from cubroker.server.devices.allocator import MulticastBinder
 from cubroker.server.devices.mapped_memory import MappedChecks
 from cubroker.server.event_queue import BatchReceived, ClientGreeted, EventQueue, GatewayStarted
 from cubroker.server.ledger import Ledger
+from cubroker.server.ledger.policy import Limits, Policy
 from cubroker.server.ledger.tables import Tables
 from cubroker.server.monitoring.observer import LedgerObserver
 from cubroker.server.store import sd_notify
 from cubroker.server.store.sd_notify import Manager
 from cubroker.server.store.store import AsyncNotifier, Store
+from cubroker.server.takeover import restore
 from cubroker.server.transport.gateway_process import GatewayProcess
 from cubroker.server.transport.session import SessionLog, recall
 from cubroker.server.transport.unix_sockets import Peer
@@ -54,12 +57,17 @@ from tests.unit.server.loops import Checks, Gateway, run, until
 class Stage:
     """A broker without devices, whose ``fdstore`` has what it stores."""
 
-    def __init__(self, fdstore: FdStore) -> None:
+    def __init__(
+        self, fdstore: FdStore, above: FdStore | None = None, inherited: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         self.fdstore = fdstore
-        self.outbox = AsyncNotifier(Manager(str(fdstore.path), limit=ROOM))
-        self.store = Store(self.outbox, {})
-        self.store.begin()
-        self.ledger = Ledger([], os.geteuid(), store=self.store.limit)
+        self.outbox = AsyncNotifier(Manager(str(fdstore.path), above=str(above.path) if above else None, limit=ROOM))
+        self.store = Store(self.outbox, inherited or {})
+        if not inherited:
+            self.store.begin()
+        self._items = dict(self.store.journal.items())
+        items = self._items.items()
+        self.ledger = Ledger.restore([], os.geteuid(), Limits(), Policy(), items, self.store.limit)
         self.gateway = Gateway()
         self.queue = EventQueue()
         self.broker = Broker(
@@ -72,8 +80,12 @@ class Stage:
             LedgerObserver(self.ledger),
             cast(MappedChecks, Checks()),
             self.store,
-            SessionLog(),
+            SessionLog(self._items),
         )
+
+    def resume(self) -> None:
+        """Take over from an earlier broker."""
+        restore(self.broker, self.ledger, {}, self.store, SessionLog(self._items), self._items)
 
     def close(self) -> None:
         """End the broker, and leave what is stored."""
@@ -133,13 +145,13 @@ def attended(fdstore: FdStore) -> Iterator[tuple[Stage, socket.socket, Welcome]]
     stage.close()
 
 
-def failing(times: int, original: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that fails so many times, and is ``original`` after that."""
+def failing(times: int, original: Callable[..., object], error: Exception | None = None) -> Callable[..., object]:
+    """Return a function that fails so many times, by default of a mistake, and is ``original`` after that."""
     left = iter(range(times))
 
     def fail(*arguments: object) -> object:
         if next(left, None) is not None:
-            raise ZeroDivisionError("a mistake")
+            raise error or ZeroDivisionError("a mistake")
         return original(*arguments)
 
     return fail
@@ -246,6 +258,43 @@ def test_a_client_that_could_not_be_welcomed_yet_is_so_by_the_next_broker(
             newcomer.close()
 
     run(test())
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("error", [None, Unavailable("it is gone"), OSError(errno.EMFILE, "no descriptor is left")])
+def test_a_client_whose_session_the_keeper_alone_has_got_is_welcomed_once_the_manager_above_has_it_or_turned_away(
+    fdstore: FdStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    above = FdStore(tmp_path / "above")
+    clients: list[socket.socket] = []
+
+    async def killed() -> None:
+        stage = Stage(fdstore, above)
+        above.settle()
+        heard.enter_context(above.deaf())
+        clients.append(stage.greets())
+        assert stage.stored() == {"ledger": 1, "s1": 2}
+        stage.close()
+
+    async def following() -> None:
+        stage = Stage(fdstore, above, {name: [*map(os.dup, each)] for name, each in fdstore.stored.items()})
+        if error:
+            monkeypatch.setattr(AsyncNotifier, "store", failing(1, AsyncNotifier.store, error))
+        stage.resume()
+        stage.queue.put(GatewayStarted())
+        (client,) = clients
+        assert speaks(client) == bool(error)
+        heard.close()
+        await until(lambda: speaks(client))
+        assert isinstance(hears(client), Refused if error else Welcome)
+        above.settle()
+        assert len(above.stored.get("s1", ())) == (0 if error else 2)
+        client.close()
+        stage.close()
+
+    with closing(above), ExitStack() as heard:
+        run(killed())
+        run(following())
 
 
 @pytest.mark.parametrize("admitted", [False, True], ids=["at once", "by the ledger"])
