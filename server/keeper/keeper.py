@@ -185,7 +185,8 @@ class Keeper:
         """Store what this process was started with, in addition to ``limit``: sockets of the service manager count."""
         self._stored.limit += sum(map(len, inherited.values()))
         for name, descriptors in inherited.items():
-            self._stored.add(name, descriptors, poll=False)
+            for complaint in self._stored.add(name, descriptors, poll=False):
+                self._log.complain(complaint)
 
     def run(self) -> int:
         """Keep the process until the end, and return its exit status, or minus the signal that killed it."""

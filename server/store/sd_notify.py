@@ -336,7 +336,10 @@ class Barrier:
         #: Whether the message was sent; :meth:`passed` sends it when there is room.
         self.sent = False
         self._reader, self._writer = os.pipe()
-        epoll.register(self._reader, select.EPOLLIN)
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_all, [self._reader, self._writer])
+            epoll.register(self._reader, select.EPOLLIN)  # fails if this user may watch no more files
+            undo.pop_all()
 
     def passed(self) -> bool:
         """Whether all was handled, or the manager is gone."""

@@ -19,7 +19,7 @@ import pytest
 from cubroker.protocol.errors import Invalid, Unavailable
 from cubroker.server.keeper.keeper import same_by_comparison, same_file
 from cubroker.server.store import sd_notify
-from cubroker.server.store.sd_notify import Manager, NotifySocket, inherit
+from cubroker.server.store.sd_notify import Barrier, Manager, NotifySocket, inherit
 from tests.brokers import PATIENCE
 from tests.stores import fill
 from tests.unit.server.keeper.harness import memory
@@ -364,6 +364,14 @@ def test_once_the_keeper_is_gone_the_manager_above_is_told_alone(pair: Pair, tex
     for send in (pair.manager.offer, pair.manager.say):
         with pytest.raises(Unavailable, match=r"above cannot be told FDSTORE.*Connection refused"):
             send(text)
+
+
+def test_a_barrier_for_which_there_is_no_room_leaves_nothing_open(manager: Manager) -> None:
+    with select.epoll() as epoll:
+        before = files(os.getpid())
+    with pytest.raises(ValueError, match="closed"):
+        Barrier(manager, epoll)
+    all_closed(os.getpid(), before)
 
 
 def test_both_sockets_are_closed(tmp_path: Path) -> None:
