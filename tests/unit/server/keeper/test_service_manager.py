@@ -167,6 +167,13 @@ def test_an_address_at_which_no_manager_is_any_more_is_ignored(tmp_path: Path) -
         keep.says(f"continues without a service manager: .* at {address} cannot be told STATUS=starts")
 
 
+def test_the_address_of_another_process_is_not_passed_on(tmp_path: Path, above: FdStore) -> None:
+    with Keep(tmp_path, variables={"KEEPER_NOTIFY_SOCKET": str(above.path)}) as keep:
+        keep.next()
+        above.settle()
+        assert above.said == []
+
+
 def test_an_address_that_is_none_is_refused() -> None:
     done = run("keep", "--", "true", env=environment(NOTIFY_SOCKET="relative"))
     assert done.returncode == 1

@@ -349,11 +349,15 @@ def test_the_manager_above_has_nothing_that_the_keeper_lacks_when_one_of_them_ta
     assert pair.read(pair.near) == pair.read(pair.above) == [(text.encode(), 0)]
 
 
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
 @pytest.mark.parametrize("text", [sd_notify.storing("m1.0", poll=False), sd_notify.removing("m1.0")])
-def test_once_the_keeper_is_gone_the_manager_above_is_told_alone(pair: Pair, text: str) -> None:
+def test_once_the_keeper_is_gone_the_manager_above_is_told_alone(pair: Pair, text: str, killed: bool) -> None:
     pair.manager.say(text)
     pair.read(pair.above)
+    address = Path(pair.near.getsockname())
     pair.near.close()
+    if not killed:
+        address.unlink()
     for send in (pair.manager.offer, pair.manager.say):
         send(text)
         assert pair.read(pair.above) == [(text.encode(), 0)]
