@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from socket import socket
@@ -248,27 +247,20 @@ def test_the_end_that_was_asked_for_meanwhile_comes_after_it(tmp_path: Path, cha
 
 
 @pytest.mark.slow
-def test_it_gives_signs_of_life_in_time_while_the_process_gives_none_and_while_it_waits(
+def test_it_gives_signs_of_life_while_the_process_gives_none_and_while_it_waits(
     tmp_path: Path, channel: socket
 ) -> None:
-    watchdog = 1.0
-    with managed(tmp_path, tmp_path / "held", watchdog=watchdog) as keep, channel:
+    with managed(tmp_path, tmp_path / "held", watchdog=1.0) as keep, channel:
         first = keep.next()
         assert first.hello["watchdog"] is None
         first.stop()
-        in_time(channel, watchdog)
+        for _ in range(2):
+            heard(channel, sd_notify.WATCHDOG.encode())
         first.kill()
         barrier = heard(channel, b"BARRIER=1")
-        in_time(channel, watchdog)
+        for _ in range(2):
+            heard(channel, sd_notify.WATCHDOG.encode())
         close_all(barrier.descriptors)
-
-
-def in_time(channel: socket, watchdog: float) -> None:
-    """Hear two signs of life, one soon enough after the other."""
-    heard(channel, sd_notify.WATCHDOG.encode())
-    before = time.monotonic()
-    heard(channel, sd_notify.WATCHDOG.encode())
-    assert time.monotonic() < before + watchdog
 
 
 def test_a_sign_of_life_for_which_there_was_no_room_is_given_again_soon(tmp_path: Path, channel: socket) -> None:
