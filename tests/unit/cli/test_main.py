@@ -244,10 +244,11 @@ def test_no_file_of_cudas_becomes_a_standard_stream_of_a_load_that_was_started_w
         "import no_such_module",
         "raise RuntimeError('no libcuda')",
         "def cuInit(_): raise RuntimeError('no libcuda')",
+        "cuInit = lambda _: (100,)",
         "import threading\ndef start(_): raise RuntimeError('no thread')\nthreading.Thread.start = start",
         "import threading\ncuInit = lambda _: threading.Event().wait()",
     ],
-    ids=["missing", "broken", "without a driver", "without room for a thread", "hanging"],
+    ids=["missing", "broken", "without a driver", "without a device", "without room for a thread", "hanging"],
 )
 def test_a_load_that_needs_no_cuda_ends_the_same_where_cuda_does_not_start(tmp_path: Path, text: str) -> None:
     env = bindings(tmp_path, text)
