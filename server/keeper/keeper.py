@@ -165,6 +165,7 @@ class Keeper:
         for source in (channel, self._signals.wakeup):
             self._epoll.register(source, select.EPOLLIN)
         self._stored = FdSet(limit, self._epoll)
+        self._adopted = 0  # descriptors that this process was started with
         #: The service manager has not handled the last messages of the ended process yet.
         self._barrier: Barrier | None = None
         self._environ = {"NOTIFY_SOCKET": path, "FDSTORE": str(limit)}
@@ -183,7 +184,8 @@ class Keeper:
 
     def adopt(self, inherited: Mapping[str, Sequence[int]]) -> None:
         """Store what this process was started with, in addition to ``limit``: sockets of the service manager count."""
-        self._stored.limit += sum(map(len, inherited.values()))
+        self._adopted = sum(map(len, inherited.values()))
+        self._stored.limit += self._adopted
         for name, descriptors in inherited.items():
             for complaint in self._stored.add(name, descriptors, poll=False):
                 self._log.complain(complaint)
@@ -410,7 +412,8 @@ class Keeper:
         manager shows the operator a service that does not start. A run that was killed counts as no such run.
         """
         hopeless = ""
-        if self._first and not run.ready and not len(self._stored):
+        given = 0 if self._backed else self._adopted  # without a store those are sockets, which remain
+        if self._first and not run.ready and len(self._stored) <= given:
             hopeless = "the first start did not get ready, and nothing is stored"
         elif self._backed and run.pid and not run.ready and self._status > 0:
             hopeless = "the start failed, and the service manager keeps what is stored"

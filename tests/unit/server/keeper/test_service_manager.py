@@ -142,6 +142,15 @@ def test_a_manager_that_stores_nothing_changes_neither_signals_nor_starts_nor_th
             keep.next(ready=False)
 
 
+def test_a_first_start_that_fails_is_the_end_where_sockets_alone_were_inherited_and_nothing_is_stored(
+    tmp_path: Path, above: FdStore
+) -> None:
+    with memory(b"") as listening, managed(tmp_path, above.path, store=0, inherited={"cubroker": listening}) as keep:
+        keep.next(ready=False).exit(3)
+        assert keep.status() == 3
+        assert "gives up: the first start did not get ready" in keep.said()
+
+
 def test_it_ends_by_the_signal_that_ended_the_process(keep: Keep) -> None:
     keep.next()
     assert keep.end() == -signal.SIGTERM
