@@ -148,7 +148,7 @@ class Keeper:
         path: str,
         channel: socket.socket,
         signals: KeeperSignals,
-        above: Manager | None = None,
+        above: Manager | None,
     ) -> None:
         self._terms = terms
         self._above = above

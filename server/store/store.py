@@ -130,7 +130,7 @@ class AsyncNotifier:
 
     def say(self, text: str, kind: str = "") -> None:
         """Send a message, which replaces a waiting one of the same ``kind``. Failures are logged."""
-        if text == sd_notify.WATCHDOG and self._has_overtaken(text):
+        if text == sd_notify.WATCHDOG and self._overtakes(text):
             return
         if waiting := self._messages.get(kind):
             waiting.text = text
@@ -191,8 +191,8 @@ class AsyncNotifier:
             self._take(key)
         self.manager.close()
 
-    def _has_overtaken(self, sign: str) -> bool:
-        """Send a sign of life, which is for a keeper, past messages for which the manager above it has no room."""
+    def _overtakes(self, sign: str) -> bool:
+        """Send a sign of life to a keeper, past messages for which the manager above has no room; return whether so."""
         with suppress(Unavailable):
             return self._waits and self.manager.has_above and self.manager.offer(sign)
         return False
@@ -281,6 +281,8 @@ class Store:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._left = {name: list(descriptors) for name, descriptors in inherited.items()}
         journals = self._left.pop(JOURNAL, [])
+        while len(journals) > 1 and system_calls.file_id(journals[-1]) == system_calls.file_id(journals[0]):
+            os.close(journals.pop())  # a manager that cannot compare open files stores one twice
         if len(journals) > 1:
             raise CorruptJournal(f"the store has {len(journals)} journals, and it is unknown which one is valid")
         if not journals and (orphans := sorted(filter(_OURS.fullmatch, self._left))):

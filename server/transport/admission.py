@@ -292,7 +292,17 @@ class Sessions:
         if not logged.welcomed:
             self.unwelcomed[label(number)] = session
             if connection and peer.pidfd >= 0 and self._store and self._store.notifier.manager.has_above:
-                self._store_again(session, self._store)
+                self._keep_again(session)
+
+    def _keep_again(self, session: SessionConnection) -> None:
+        """Store an adopted session that the keeper alone may have: its client holds nothing before it is welcomed."""
+        try:
+            self._keep(session)
+        except (OSError, Unavailable) as error:
+            name = label(session.number)
+            self._unstored.add(name)
+            refusal = error if isinstance(error, Unavailable) else Unavailable(explain(error))
+            self._queue.put(StoreReplied(name, refusal))
 
     def stored(self, reply: StoreReplied) -> ProcessExited | None:
         """Process a reply of the store; if it refused a session, return the event that ends it in the ledger."""
@@ -357,30 +367,20 @@ class Sessions:
         """Watch and store a session; return None, or why its end would not be noticed or a restart would lose it."""
         if journal_full:  # the store may be full, too: it still has sessions that ended
             return Unavailable("the broker's host has no memory left for the journal; try again later")
-        name = label(session.number)
         try:
             session.watch()
-            if self._store and not self._store.notifier.store(name, session.descriptors, self._queue):
-                self._unstored.add(name)
+            self._keep(session)
         except OSError as error:  # there is no memory, or this user may watch no more (fs.epoll.max_user_watches)
             return Unavailable(f"the broker cannot watch process {session.peer.pid}: {reason(error)}; try again later")
         except Unavailable as error:
             return not_stored(error)
         return None
 
-    def _store_again(self, session: SessionConnection, store: Store) -> None:
-        """Store an adopted session that the keeper alone may have: its client holds nothing before it is welcomed."""
-        name, error = label(session.number), None
-        try:
-            if store.notifier.store(name, session.descriptors, self._queue):
-                return
-        except Unavailable as failure:
-            error = failure
-        except OSError as failure:
-            error = Unavailable(explain(failure))
-        self._unstored.add(name)
-        if error:
-            self._queue.put(StoreReplied(name, error))
+    def _keep(self, session: SessionConnection) -> None:
+        """Store a session, now or when there is room. Raises as :meth:`AsyncNotifier.store`."""
+        name = label(session.number)
+        if self._store and not self._store.notifier.store(name, session.descriptors, self._queue):
+            self._unstored.add(name)
 
     def _enter(self, session: SessionConnection) -> None:
         self.by_number[session.number] = session

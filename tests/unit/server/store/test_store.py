@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from cubroker.protocol.errors import CorruptJournal, Unavailable
 from cubroker.server.store import sd_notify
 from cubroker.server.store import store as store_module
-from cubroker.server.store.sd_notify import Manager
+from cubroker.server.store.sd_notify import Manager, close_all
 from cubroker.server.store.store import (
     AREA,
     ENTRY_HEAD,
@@ -183,6 +183,20 @@ def test_a_journal_that_the_keeper_alone_may_have_is_stored_above_by_the_next_br
         with closing(store.journal):
             store.begin()
     assert above.read() == ["FDSTORE=1 FDNAME=ledger FDPOLL=0"]
+
+
+def test_a_journal_that_is_stored_twice_is_one_and_two_are_refused(near: Place) -> None:
+    near.notifier.manager.limit = ROOM
+    with closing(Journal.create()) as left, closing(Journal.create()) as other:
+        before, own = files(os.getpid()), left.descriptor
+        store = Store(near.notifier, {"ledger": [os.dup(own), os.dup(own)]})
+        assert store.inherited
+        store.journal.close()
+        all_closed(os.getpid(), before)
+        stored = [os.dup(own), os.dup(other.descriptor)]
+        with pytest.raises(CorruptJournal, match="the store has 2 journals"):
+            Store(near.notifier, {"ledger": stored})
+        close_all(stored)
 
 
 def test_a_sign_of_life_for_the_keeper_does_not_wait_for_room_at_the_manager_above(near: Place, above: Place) -> None:
