@@ -377,7 +377,10 @@ class Sessions:
         return None
 
     def _keep(self, session: SessionConnection) -> None:
-        """Store a session, now or when there is room. Raises as :meth:`AsyncNotifier.store`."""
+        """Store a session, now or when there is room.
+
+        Raises as :meth:`~cubroker.server.store.store.AsyncNotifier.store`.
+        """
         name = label(session.number)
         if self._store and not self._store.notifier.store(name, session.descriptors, self._queue):
             self._unstored.add(name)

@@ -22,7 +22,6 @@ def loaded(name: str, *folders: Path) -> griffe.Module:
     return package
 
 
-@pytest.mark.slow
 def test_every_name_in_a_docstring_is_that_of_something() -> None:
     package = loaded("cubroker")
     attach = package["client.broker.Broker.attach"]
