@@ -130,7 +130,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PROSE, ids=str_of)
 def test_files_that_pages_name_are_there(page: Path) -> None:
     text = CODE.sub("", page.read_text())
-    for path in re.findall(rf"\b((?:{FOLDERS})/[\w/]+\.\w+)", text):
+    for path in re.findall(rf"\b((?:{FOLDERS})/[\w/-]+\.\w+)", text):
         assert (ROOT / path).exists(), path
     for pattern in re.findall(rf"`((?:{FOLDERS})/[\w/.*-]*)`", text):
         assert list(ROOT.glob(pattern.rstrip("/"))), pattern

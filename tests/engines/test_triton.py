@@ -31,7 +31,7 @@ from tests.brokers import PATIENCE, BrokerProcess, eventually, serving
 from tests.engines import interpreters
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "triton"
+EXAMPLE = ROOT / "examples" / "triton-server"
 PYTHON = os.environ.get("CUBROKER_TRITON_PYTHON", sys.executable)
 
 DEVICES = os.environ.get("CUBROKER_ENGINE_DEVICES", "host:2@256MiB")

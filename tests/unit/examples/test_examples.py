@@ -94,6 +94,12 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return Here(monkeypatch, capfd)
 
 
+def test_no_folder_of_the_examples_is_imported_in_place_of_a_package() -> None:
+    # `python examples/FILE` puts examples/ first in sys.path; there torch takes a folder `triton` for the package.
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir()}
+    assert not {name for name in folders - {"__pycache__"} if name.isidentifier()}
+
+
 @pytest.mark.slow
 def test_arrays_are_written_by_one_process_and_read_by_another(lender: BrokerProcess, client: Broker) -> None:
     written = output(start(lender, "share_arrays.py", "write"))

@@ -1,9 +1,9 @@
 """A Triton server whose model has its weights in one pool, and its inputs and outputs in another.
 
 cubroker serve --devices host:1 &
-python examples/triton/client.py publish
-tritonserver --model-repository=examples/triton/model_repository &
-python examples/triton/client.py infer [URL]
+python examples/triton-server/client.py publish
+tritonserver --model-repository=examples/triton-server/model_repository &
+python examples/triton-server/client.py infer [URL]
 """
 
 from __future__ import annotations
