@@ -19,7 +19,7 @@ from click.shell_completion import BashComplete, CompletionItem, ZshComplete, ad
 
 from cubroker.cli import format
 from cubroker.protocol import fields
-from cubroker.protocol.errors import CubrokerError, Invalid, NotFound
+from cubroker.protocol.errors import CubrokerError, Invalid, NotFound, explain
 from cubroker.protocol.fields import MAX_WAIT
 from cubroker.protocol.messages import AUTO, IPC, MULTICAST, VMM
 from cubroker.protocol.paths import find_directory
@@ -154,6 +154,8 @@ def plan(value: str) -> dict[str, str]:
     path = Path(str(PATH.convert(value, None, None)))
     try:
         found = parse_json(path.read_bytes(), Plan)
+    except OSError as error:
+        raise CubrokerError(f"cannot read the plan {path}: {explain(error, path)}") from None
     except FormatError as error:
         reason = f'{path} is no plan: {error}; a plan is JSON such as {{"layers.1.*": 1, "*": 0}}'
         raise click.BadParameter(reason) from None

@@ -148,7 +148,7 @@ OF_FILES = {
     errno.EROFS: "mount its file system for writing",
     errno.EACCES: "check the owner and the mode of it and of the folders above it",
     errno.ELOOP: "remove the symbolic links that lead to each other",
-    errno.EEXIST: "remove it",
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "check the path"),
     errno.EPROTOTYPE: "remove it",
     errno.EIO: "see the kernel's log (`dmesg`)",
 }

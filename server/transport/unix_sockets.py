@@ -327,8 +327,8 @@ class BoundSocket:
         listener: the socket. The caller closes it, and calls :meth:`remove` or :meth:`leave` before.
 
     Raises:
-        FileExistsError: the file at the path is no socket.
-        OSError: a living process listens there (``EADDRINUSE``), or the system refuses; the error names the path.
+        OSError: the file at the path is no socket (``EPROTOTYPE``), a living process listens there (``EADDRINUSE``),
+            or the system refuses; the error names the path.
     """
 
     def __init__(self, path: Path, kind: int, access: Access, backlog: int) -> None:
@@ -370,7 +370,7 @@ class BoundSocket:
     def _remove_leftover(self, kind: int) -> None:
         found = self._stat()
         if not stat.S_ISSOCK(found.st_mode):
-            raise FileExistsError(errno.EEXIST, "there is a file that is not a socket", os.fspath(self._path))
+            raise OSError(errno.EPROTOTYPE, "there is a file that is not a socket", os.fspath(self._path))
         if (answer := probe(self._path, kind)).listens and answer.lives:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         now = self._stat()

@@ -124,8 +124,8 @@ def test_certificates_that_cannot_be_made_are_status_1(tmp_path: Path, certifica
     given = ("--authority", certificates.authority)
     for arguments, reason in (
         (("authority", certificates.authority), "has an authority, and a new one would make"),
-        (("authority", tmp_path / "file"), "File exists"),
-        (("authority", tmp_path / "file" / "below"), "Not a directory"),
+        (("authority", tmp_path / "file"), "File exists; check the path"),
+        (("authority", tmp_path / "file" / "below"), "Not a directory; check the path"),
         (("issue", certificates.host, *given, "--user", "root"), "has a certificate, which is not replaced"),
         (("issue", tmp_path / "x", *given, "--user", ""), "cannot be the user of a certificate"),
         (("issue", tmp_path / "x", "--authority", tmp_path, "--user", "root"), "has no authority"),

@@ -182,7 +182,8 @@ def test_a_load_spreads_tensors_by_a_plan(directory: Path, path: Path, tmp_path:
 def test_a_plan_that_is_none_is_wrong_usage(directory: Path, path: Path, tmp_path: Path, name: str) -> None:
     plan = tmp_path / "plan.json"
     done = run("load", name, path, "--plan", plan, "--directory", directory)
-    assert (done.returncode, done.stderr) == (1, f"cubroker: {plan}: No such file or directory\n")
+    reason = f"cannot read the plan {plan}: No such file or directory; check the path"
+    assert (done.returncode, done.stderr) == (1, f"cubroker: {reason}\n")
     for text, says in (
         ("{", "Expecting"),
         ("\0", "Expecting"),

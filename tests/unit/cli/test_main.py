@@ -272,7 +272,7 @@ def test_a_shell_completes_commands() -> None:
 
 def test_a_file_that_cannot_be_used_is_a_refusal() -> None:
     done = run("serve", "--devices", "host:1@64MiB", "--directory", "/proc/nowhere")
-    reason = "cannot serve in /proc/nowhere: No such file or directory; choose another directory"
+    reason = "cannot serve in /proc/nowhere: No such file or directory; check the path, or choose another directory"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"cubroker: {reason}")
 
 

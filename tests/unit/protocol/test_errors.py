@@ -69,7 +69,7 @@ def test_errors_survive_the_way_between_processes() -> None:
 
 def test_an_error_names_its_file_unless_the_sentence_has_named_it() -> None:
     error = FileNotFoundError(errno.ENOENT, "No such file or directory", "/run/x")
-    assert reason(error) == explain(error) == "/run/x: No such file or directory"
+    assert reason(error) == "/run/x: No such file or directory"
     assert reason(error, "/run/x") == reason(error, Path("/run/x")) == "No such file or directory"
     assert reason(OSError(errno.EIO, "Input/output error", b"/run/\xff")) == "/run/\udcff: Input/output error"
     assert reason(OSError(errno.EBADF, "Bad file descriptor", 7)) == "Bad file descriptor"
@@ -86,6 +86,13 @@ def test_an_error_names_its_file_unless_the_sentence_has_named_it() -> None:
 )
 def test_an_error_without_words_of_the_system_has_some(error: Exception, said: str) -> None:
     assert explain(error) == said
+
+
+def test_no_file_is_to_be_removed_only_because_a_folder_was_to_be_there(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(FileExistsError) as there:
+        file.mkdir()
+    assert explain(there.value) == f"{file}: File exists; check the path"
 
 
 @pytest.mark.parametrize("number", [*OF_PROCESSES, *OF_FILES])
