@@ -67,12 +67,20 @@ class _Typed(click.Path):
 class Seconds(click.FloatRange):
     """A time within bounds; NaN, which passes every bound, is refused."""
 
+    name = "number of seconds"  # in errors
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number of seconds, or fail as wrong usage."""
         seconds: float = super().convert(value, param, ctx)
         if isnan(seconds):
             self.fail(f"{value!r} is no number of seconds.", param, ctx)
         return seconds
+
+
+class Count(click.IntRange):
+    """A whole number within bounds."""
+
+    name = "integer"  # in errors and help
 
 
 def seconds(name: str, what: str, *, default: float, least: float = 0.0) -> Callable[[Decorated], Decorated]:

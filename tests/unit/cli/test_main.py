@@ -95,6 +95,7 @@ def test_a_value_that_an_option_cannot_have_is_wrong_usage(
         out, errors = capsys.readouterr()
         assert out == ""
         assert option in errors.splitlines()[-1], errors
+        assert " range." not in errors  # the class of a number is no form in which to write one
 
 
 @pytest.mark.parametrize(
