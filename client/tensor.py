@@ -37,21 +37,16 @@ class SharedTensor(NotPicklable):
 
     Tensors of a published pool keep its memory mapped while they live, and are read-only unless the pool is
     ``writable``. Tensors of a draft may be written. They end with it: drop arrays and capsules made from them before.
-
-    Attributes:
-        name: its name in the pool.
-        dtype: its element type, by its safetensors name.
-        shape: its dimensions, in elements.
     """
 
-    __slots__ = ("_address", "_lent", "_mapped", "_place", "dtype", "name", "shape")
+    __slots__ = ("_address", "_dtype", "_lent", "_mapped", "_name", "_place", "_shape")
 
     def __init__(
         self, mapped: LeasedMemory, place: DeviceMapping, name: str, dtype: str, shape: tuple[int, ...], address: int
     ):
-        self.name = name
-        self.dtype = dtype
-        self.shape = shape
+        self._name = name
+        self._dtype = dtype
+        self._shape = shape
         self._mapped = mapped
         self._place = place
         self._address = address
@@ -59,6 +54,21 @@ class SharedTensor(NotPicklable):
 
     def __repr__(self) -> str:
         return f"<SharedTensor {self.name!r} {self.dtype} {self.shape} of {self._mapped.label} on {label(self.device)}>"
+
+    @property
+    def name(self) -> str:
+        """Its name in the pool."""
+        return self._name
+
+    @property
+    def dtype(self) -> str:
+        """Its element type, by its safetensors name."""
+        return self._dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions, in elements."""
+        return self._shape
 
     @property
     def nbytes(self) -> int:

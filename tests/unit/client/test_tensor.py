@@ -111,6 +111,13 @@ def test_what_was_published_cannot_be_written(client: Broker, name: str) -> None
         del array, tensor
 
 
+@pytest.mark.parametrize("attribute", ["name", "dtype", "shape"])
+def test_a_tensor_is_not_reshaped_by_its_attributes_as_an_array_is(client: Broker, name: str, attribute: str) -> None:
+    publish(client, name)
+    with client.attach(name) as pool, pytest.raises(AttributeError, match=attribute):
+        setattr(next(iter(pool.values())), attribute, (1 << 30,))  # an array of this shape would reach beyond the pool
+
+
 def test_a_draft_is_written_through_arrays_and_buffers(client: Broker, name: str) -> None:
     values = np.arange(32, dtype=np.float32).reshape(4, 8)
     with client.create(name, Layout.pack([("a", "F32", (4, 8)), ("b", "F32", (4, 8))])) as draft:
