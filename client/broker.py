@@ -84,7 +84,8 @@ class Broker(Reconnecting):
         super().__init__(directory, timeout, connect_timeout, wait)
 
     def __repr__(self) -> str:
-        return f"<Broker on {self.directory}, session {self.session}{', closed' * self._closed.done()}>"
+        state = ", closed" if self._closed.done() else ", lost" if self.lost else ""
+        return f"<Broker on {self.directory}, session {self.session}{state}>"
 
     # -- pools -------------------------------------------------------------------------------------
 

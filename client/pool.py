@@ -271,7 +271,7 @@ class Pool(Replica, Closeable):
 
     def __repr__(self) -> str:
         kind = "Pool" if self.sealed else "Draft"
-        state = ", closed" if self.closed else ", asleep" if self.asleep else ""
+        state = ", closed" if self.closed else ", lost" if self.lost else ", asleep" if self.asleep else ""
         return f"<{kind} {self.name!r} version {self.version}, {len(self)} tensors{state}>"
 
     @property

@@ -106,6 +106,7 @@ def test_the_pools_of_a_broker_that_died_are_lost_and_what_they_have_mapped_stay
     weight = pool["weight"].numpy()
     die(broker, client)
     assert client.lost == pool.lost == draft.lost
+    assert [repr(each)[-7:] for each in (client, pool, draft)] == [", lost>"] * 3
     assert "is gone" in client.lost
     assert weight.tobytes() == content("weight", 128)
     with pytest.raises(Unavailable, match=r"is gone: .*reconnect\(\) opens another session"):
