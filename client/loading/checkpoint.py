@@ -122,9 +122,14 @@ class Checkpoint:
             NotFound: a file, or a shard or a tensor that the index names, does not exist; or a folder without an index
                 lacks a shard that the names of its other shards tell of.
             Denied: a file may not be read.
-            Invalid: a file breaks the format, a name appears twice, or there is no tensor at all.
+            Invalid: a file breaks the format, a name appears twice, or there is no tensor at all; or a path is none.
         """
-        listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+            paths = [paths]
+        listed = list(paths)
+        for path in listed:
+            if not isinstance(path, str | os.PathLike) or path == "":  # Path("") is the current folder
+                raise Invalid(f"{path!r:.60} is no path of a checkpoint; pass a file, a folder or an index, or several")
         names: list[Path] = []
         indexes: list[tuple[Path, dict[str, Path]]] = []
         for path in map(Path, listed):

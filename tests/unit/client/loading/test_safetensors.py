@@ -220,6 +220,12 @@ def test_an_index_without_a_map_or_of_absurd_size_is_refused(tmp_path: Path) -> 
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("paths", [3, None, b"model.safetensors", "", ["", "x"], [None]])
+def test_what_is_no_path_is_refused_before_a_file_is_opened(paths: Any) -> None:
+    with pytest.raises(Invalid, match="is no path of a checkpoint; pass a file, a folder or an index"):
+        Checkpoint.open(paths)
+
+
 def test_paths_that_hold_no_checkpoint_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
