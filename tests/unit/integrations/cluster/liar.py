@@ -87,9 +87,12 @@ class Liar:
                 time.sleep(self._pause)
             peer.sendall(data)
 
-        with peer, suppress(OSError):  # the peer, or the test, is done
-            while head := peer.recv(4):
-                request = messages.request(peer.recv(messages.length(head, messages.MAX_REQUEST)))
+        with peer, suppress(OSError), peer.makefile("rb") as received:  # OSError: the peer, or the test, is done
+            while head := received.read(4):
+                body = received.read(messages.length(head, messages.MAX_REQUEST))
+                if not body:  # the connection was shut down in the middle of a request
+                    return
+                request = messages.request(body)
                 self.heard.append(request)
                 answer: Any = self.answers.get(type(request).__name__)
                 if callable(answer):
