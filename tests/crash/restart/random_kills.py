@@ -310,7 +310,9 @@ class RandomKills:
     _own: int = 0
 
     def begin_counting(self) -> None:
-        """Note what the keeper has open beside what it keeps."""
+        """Note what the keeper has open beside what it keeps, once it has all that was sent, and starts nothing."""
+        eventually(self._stands_by, "the next broker to stand by")
+        eventually(lambda: memfds(self.keeper.pid) == 1 + PIECES, "the keeper to have the memory of the company")
         self._own = self.stored() - (3 + 2 + PIECES)
 
     def _check_log(self) -> None:
