@@ -440,7 +440,7 @@ class Frame:
             return f"filter: {format.printable(choice.filter)[-room:]}_"
         last = min(choice.rows, choice.offset + choice.page)
         shown = f"{choice.offset + 1}-{last} of " if choice.rows else ""
-        parts = [f"{shown}{choice.rows:,} {choice.listed}"]
+        parts = [shown + format.count(choice.rows, choice.listed.removesuffix("s"))]
         parts.append(f"by {choice.order[choice.listed]}" + (", reversed" if choice.reverse else ""))
         parts += [f"filter {format.printable(choice.filter)}"] if choice.filter else []
         parts += [f"device {choice.device}"] if choice.device is not None else []

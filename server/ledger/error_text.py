@@ -54,6 +54,12 @@ BY_HAND = "its operator wants everything to be given back"
 """Why a broker grants no leases."""
 
 
+def count(number: int, noun: str) -> str:
+    """Return ``1 lease``, ``2 leases``."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"
+
+
 def size(nbytes: int) -> str:
     """Return bytes for people, exact as long as they are whole units: ``2 MiB``, ``1.50 GiB``."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -270,7 +276,7 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
     visible = [ticket for ticket in there if can_read(tables, waiter.session, ticket.pool)]
     hidden = sum(ticket.nbytes for ticket in there) - sum(ticket.nbytes for ticket in visible)
     private = f"; private pools have {size(hidden)}" if hidden else ""
-    largest = _largest(visible, lambda ticket: f"{state(ticket)}, user {ticket.user.uid}, {_leases(ticket)} leases")
+    largest = _largest(visible, lambda ticket: f"{state(ticket)}, user {ticket.user.uid}, {_leases(ticket)}")
     return (
         f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on {account.device.label}: of its budget of"
         f" {size(account.device.budget)}, {size(account.allocated)} are allocated{_lost(account)} and"
@@ -310,8 +316,8 @@ def _label(ticket: Ticket) -> str:
     return ", ".join(version.label for version in versions) or ticket.label
 
 
-def _leases(ticket: Ticket) -> int:
-    return sum(version.leases for version in ticket.versions)
+def _leases(ticket: Ticket) -> str:
+    return count(sum(version.leases for version in ticket.versions), "lease")
 
 
 def _largest(tickets: Iterable[Ticket], what: Callable[[Ticket], str]) -> str:
@@ -328,35 +334,36 @@ class Countable(NamedTuple):
 
     #: The field of :class:`Limits` and of ``Quota``.
     field: str
-    #: The clause for a session that has so many of them, and the clause for a user.
-    of_session: str
-    of_user: str
+    #: The verb and the noun for a session that has so many of them, and for a user.
+    of_session: tuple[str, str]
+    of_user: tuple[str, str]
     #: How to get rid of some of them.
     remedy: str
 
 
-LEASES = Countable("leases", "holds {} leases", "holds {} leases", "close")
-REQUESTS = Countable("requests", "has {} unfinished requests", "has {} unfinished requests", "cancel")
-WATCHES = Countable("watches", "watches {} pools", "has {} watches", "end")
-LOCKS = Countable("locks", "has {} locks", "has {} locks", "release")
-IPC_EVENTS = Countable("events", "has {} events", "has {} events", "close")
+LEASES = Countable("leases", ("holds", "lease"), ("holds", "lease"), "close")
+REQUESTS = Countable("requests", ("has", "unfinished request"), ("has", "unfinished request"), "cancel")
+WATCHES = Countable("watches", ("watches", "pool"), ("has", "watch"), "end")
+LOCKS = Countable("locks", ("has", "lock"), ("has", "lock"), "release")
+IPC_EVENTS = Countable("events", ("has", "event"), ("has", "event"), "close")
 
 
 def too_many(session: Session, limits: Limits, kind: Countable) -> OverQuota:
     """Return the refusal of one more to a session that has as many as it may have, or whose user has."""
     user, of = session.user, attrgetter(kind.field)
 
-    def count(session: Session) -> int:
+    def used(session: Session) -> int:
         return int(of(session.used))
 
-    if count(session) >= (limit := of(limits)):
-        has = kind.of_session.format(limit)
-        return OverQuota(f"this session {has}, the most that one may; {kind.remedy} some of them")
-    largest = nlargest(3, filter(count, islice(user.sessions.values(), SURVEY)), key=count)
-    words = ", ".join(f"session {each.id} (pid {each.pid}) {count(each)}" for each in largest)
+    if used(session) >= (limit := of(limits)):
+        verb, noun = kind.of_session
+        return OverQuota(f"this session {verb} {count(limit, noun)}, the most that one may; {kind.remedy} some of them")
+    largest = nlargest(3, filter(used, islice(user.sessions.values(), SURVEY)), key=used)
+    words = ", ".join(f"session {each.id} (pid {each.pid}) {used(each)}" for each in largest)
     most = f" ({words})" if words else ""
-    has = kind.of_user.format(of(user.used))
-    return OverQuota(f"user {user.uid} {has} of a quota of {of(user.quota)}{most}; {kind.remedy} some of them")
+    verb, noun = kind.of_user
+    has = f"{verb} {count(of(user.used), noun)} of a quota of {of(user.quota)}"
+    return OverQuota(f"user {user.uid} {has}{most}; {kind.remedy} some of them")
 
 
 def processes(user: User) -> str:
@@ -371,7 +378,7 @@ def too_many_descriptors(uid: int, more: int, limit: int | None, user: User | No
     if user:
         largest = nlargest(3, islice(user.tickets.values(), SURVEY), key=lambda ticket: ticket.descriptors)
         memory = (f"{_label(each)} {each.descriptors} ({state(each)})" for each in largest if each.descriptors)
-        kinds = ((f"{len(user.sessions)} sessions", processes(user)), ("memory", ", ".join(memory)))
+        kinds = ((count(len(user.sessions), "session"), processes(user)), ("memory", ", ".join(memory)))
         words = "; ".join(f"{kind}, {which}" for kind, which in kinds if which)
         used, takers = user.descriptors, f" ({words})" if words else ""
     return (
@@ -395,8 +402,8 @@ def store_is_full(tables: Tables, more: int, reserve: int) -> str:
     kept = f", {reserve} of them held back for root, administrators and the broker's own user" if reserve else ""
     return (
         f"this takes {more} places of the broker's store, which has {tables.store}{kept}: {sessions} are taken by"
-        f" {len(tables.sessions)} sessions, and {tables.stored - sessions} by durable memory; end some sessions, retire"
-        f" durable versions, or give it a larger store"
+        f" {count(len(tables.sessions), 'session')}, and {tables.stored - sessions} by durable memory; end some"
+        f" sessions, retire durable versions, or give it a larger store"
     )
 
 

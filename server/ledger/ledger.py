@@ -301,11 +301,10 @@ class Ledger:
         lent = sum(account.allocated for account in accounts)
         budget = sum(account.device.budget for account in accounts)
         versions = sum(len(pool.versions) for pool in tables.pools.values())
+        counts = {"version": versions, "session": len(tables.sessions), "lease": len(tables.leases)}
+        told = ", ".join(error_text.count(number, noun) for noun, number in counts.items())
         lends = "" if not tables.drained and tables.shutdown_leases is None else "draining; "
-        return (
-            f"{lends}{versions} versions, {len(tables.sessions)} sessions, {len(tables.leases)} leases;"
-            f" {lent >> 20} of {budget >> 20} MiB lent"
-        )
+        return f"{lends}{told}; {lent >> 20} of {budget >> 20} MiB lent"
 
     def view(self, *, everything: bool) -> View:
         """Return ``everything``, or only what a user may see who can read no private pool."""

@@ -113,7 +113,8 @@ def admission_error(tables: Tables, uid: int, *, verified: bool) -> OverQuota | 
     used = len(user.sessions) if user else 0
     if exceeds(used, 1, quota.sessions):
         most = f" ({error_text.processes(user)})" if user and used else ""
-        return OverQuota(f"user {uid} has {used} sessions of a quota of {quota.sessions}{most}; end some of them")
+        has = error_text.count(used, "session")
+        return OverQuota(f"user {uid} has {has} of a quota of {quota.sessions}{most}; end some of them")
     if exceeds(user.descriptors if user else 0, SESSION_FDS, quota.descriptors):
         return OverQuota(error_text.too_many_descriptors(uid, SESSION_FDS, quota.descriptors, user))
     reserve = 0 if is_admin(tables, uid, verified=verified) else admin_reserve(tables.store)

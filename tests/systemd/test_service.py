@@ -246,7 +246,7 @@ def test_a_broker_is_replaced_by_the_one_that_stands_by_and_a_keeper_by_systemd(
         service.says(said)
         if not by_systemd:
             service.says("which stood by, starts again")
-        eventually(lambda: service.lab.show(SERVICE, "StatusText").startswith("1 versions, "), "the broker's status")
+        eventually(lambda: service.lab.show(SERVICE, "StatusText").startswith("1 version, "), "the broker's status")
 
 
 @STANDING_BY

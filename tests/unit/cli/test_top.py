@@ -528,7 +528,7 @@ def test_processes_are_listed_with_what_they_hold(crowd: View) -> None:
     by_name = lines(view, 200, choice=Choice(filter=f"{lease.pool}@{lease.version}"))
     holder = next(line for line in by_name if line.startswith(f"{lease.pool}@{lease.version} "))
     assert "5 min vllm" in holder
-    assert pressed(view, "c", "/", *"vllm", "enter")[1][-2].startswith("1-1 of 1 clients")
+    assert pressed(view, "c", "/", *"vllm", "enter")[1][-2].startswith("1-1 of 1 client, ")
     assert max(map(len, lines(view, 40, 24, choice=choice))) <= 40
 
 

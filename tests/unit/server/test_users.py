@@ -105,7 +105,7 @@ def test_a_user_that_uses_up_its_quota_leaves_that_of_others_untouched() -> None
         assert "a@1 2 MiB (superseded)" in message
         code, message = again.refused("hello")
         assert code == "over_quota"
-        assert f"user {ALICE} has 1 sessions of a quota of 1" in message
+        assert f"user {ALICE} has 1 session of a quota of 1" in message
         assert bob("publish", "b") == 1
         code, message = eve.refused("publish", "c")
         assert code == "over_quota"
@@ -152,7 +152,7 @@ def test_descriptors_are_a_quota_of_their_own(share: str, each: int) -> None:
             refused = greet(another)
         assert isinstance(refused, Refused)
         assert refused.code == "over_quota"
-        who = f"(1 sessions, 1 of process {os.getpid()}; memory, pool@1 {3 * each} (draft))"
+        who = f"(1 session, 1 of process {os.getpid()}; memory, pool@1 {3 * each} (draft))"
         said = f"has {quota - 1} of a quota of {quota} {who}"
         assert said in refused.message
         client.ask(Close(lease), Done)

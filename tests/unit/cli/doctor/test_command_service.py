@@ -195,7 +195,7 @@ def test_a_broker_that_refuses_a_session_is_no_socket_without_a_broker() -> None
     with configured("[quota]\nsessions = 1") as broker, Broker(broker.directory):
         found = report(broker.directory)
     assert found["broker"]["works"] is False
-    assert "has 1 sessions of a quota of 1" in found["broker"]["why"]
+    assert "has 1 session of a quota of 1" in found["broker"]["why"]
     assert "socket" not in found
 
 

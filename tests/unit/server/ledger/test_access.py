@@ -167,7 +167,7 @@ def test_names_of_private_pools_are_not_told_to_those_who_may_not_read_them(stor
     story >> creates(2, 2, "b", 8 * MIB)
     story << refused(2, 2, "over_budget", "0 bytes promised; private pools have 8 MiB; retire")
     story >> creates(6, 2, "b", 8 * MIB)
-    story << refused(6, 2, "over_budget", "secret@1 8 MiB (current, user 1001, 1 leases)")
+    story << refused(6, 2, "over_budget", "secret@1 8 MiB (current, user 1001, 1 lease)")
     assert [client.uid for client in story.tells(2, m.ListClients(), m.Clients).clients] == [BOB]
 
 

@@ -117,7 +117,7 @@ def test_a_full_device_is_refused_with_what_takes_its_memory(story: Story) -> No
     story << refused(
         1, 2, "over_budget",
         f"a needs 4 MiB on {FIRST}: of its budget of 10 MiB, 6 MiB are allocated and 2 MiB promised",
-        "the largest are old@1 4 MiB (current, user 1001, 1 leases), small@1 2 MiB (current, user 1002, 0 leases),"
+        "the largest are old@1 4 MiB (current, user 1001, 1 lease), small@1 2 MiB (current, user 1002, 0 leases),"
         " new@1 2 MiB (promised, user 1001, 0 leases)",
     )  # fmt: skip
     story >> asks(1, 3, m.Retire("small", 0))

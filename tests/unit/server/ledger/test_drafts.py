@@ -237,7 +237,7 @@ def test_a_readers_lease_counts_for_its_quota_and_none_is_granted_by_a_broker_th
     story.quietly(creates(1, 1, "a", MIB, share="vmm"), e.Allocated(1, (m.DESCRIPTOR,)), reads(1, 2), reads(3, 1))
     for session in (1, 3):
         story >> reads(session, 9)
-        story << refused(session, 9, "over_quota", "leases")
+        story << refused(session, 9, "over_quota", "lease")
     story.quietly(asks(3, 2, m.Close(3)))
     story.joins(4, uid=1000)
     story.quietly(asks(4, 1, m.Drain(True)))

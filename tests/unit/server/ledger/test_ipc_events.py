@@ -213,11 +213,11 @@ def test_an_event_is_recorded_and_dropped_by_its_maker_alone_and_awaited_where_i
 def test_events_of_a_session_and_of_a_user_are_limited() -> None:
     story = told(Limits(events=1))
     story.quietly(share(MAKER, 10))
-    story >> share(MAKER, 11, "more") << refused(MAKER, 11, "over_quota", "this session has 1 events, the most")
+    story >> share(MAKER, 11, "more") << refused(MAKER, 11, "over_quota", "this session has 1 event, the most")
     story = told(policy=Policy(quota=Quota(events=1)))
     story.quietly(share(MAKER, 10))
     story >> share(READER, 11, "more")
-    story << refused(READER, 11, "over_quota", "user 1001 has 1 events of a quota of 1 (session 1 (pid 101) 1)")
+    story << refused(READER, 11, "over_quota", "user 1001 has 1 event of a quota of 1 (session 1 (pid 101) 1)")
     story.quietly(asks(MAKER, 11, m.DropEvent(1)))
     story >> share(READER, 12) << shared(READER, 12, 2)
     story.end()

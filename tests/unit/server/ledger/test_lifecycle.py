@@ -142,7 +142,7 @@ def test_a_broker_that_ends_tells_everybody_and_hears_when_nothing_is_held(story
     story >> e.ShutdownStarted()
     for session in (1, 2, 3):
         story << e.Notify(session, ENDING)
-    assert story.ledger.summary().startswith("draining; ")
+    assert story.ledger.summary().startswith("draining; 1 version, 3 sessions, 1 lease; ")
     story >> attaches(3, 1, "a")
     story << refused(3, 1, "unavailable", "told to end")
     story >> asks(1, 1, m.Drain(False))
@@ -315,7 +315,7 @@ def test_a_smaller_quota_takes_nothing_away_and_grants_nothing(ruled: Story) -> 
     assert ruled.ledger.admission_error(BOB) is None
     refusal = ruled.ledger.admission_error(ALICE)
     assert refusal is not None
-    assert "has 1 sessions of a quota of 0" in refusal.message
+    assert "has 1 session of a quota of 0" in refusal.message
     ruled >> attaches(1, 3, "a")
     ruled << refused(1, 3, "over_quota")
     ruled >> creates(1, 4, "c", MIB)
@@ -379,7 +379,7 @@ def test_smaller_limits_of_a_session_end_nothing(ruled: Story) -> None:
     ruled.quietly(attaches(1, 4, "b", wait=5.0))
     ruled >> rules(limits=Limits(leases=1, requests=0, watches=0, events=0))
     ruled >> attaches(1, 5, "a")
-    ruled << refused(1, 5, "over_quota", "this session holds 1 leases")
+    ruled << refused(1, 5, "over_quota", "this session holds 1 lease,")
     ruled >> asks(1, 6, m.Close(2))
     ruled << done(1, 6)
 

@@ -123,7 +123,7 @@ def test_whoever_has_too_many_when_its_turn_comes_is_refused_and_the_next_one_se
     story >> locks(3, 1, wait=5.0) << e.SetTimer(2, 5.0)
     story >> locks(2, 2, "b") << locked(2, 2, 2)
     story >> asks(1, 2, m.Unlock(1))
-    story << e.CancelTimer(1) << refused(2, 1, "over_quota", "has 1 locks")
+    story << e.CancelTimer(1) << refused(2, 1, "over_quota", "has 1 lock, ")
     story << e.CancelTimer(2) << locked(3, 1, 3) << done(1, 2)
 
 

@@ -375,7 +375,7 @@ def test_watches_of_a_user_are_limited_over_all_its_sessions() -> None:
     story = told(Quota(watches=1))
     story.quietly(asks(1, 1, m.Watch("a", on=True)))
     story >> asks(2, 1, m.Watch("b", on=True))
-    story << refused(2, 1, "over_quota", "user 1001 has 1 watches of a quota of 1 (session 1 (pid 101) 1)")
+    story << refused(2, 1, "over_quota", "user 1001 has 1 watch of a quota of 1 (session 1 (pid 101) 1)")
     story.quietly(asks(1, 2, m.Watch("a", on=False)))
     story >> asks(2, 2, m.Watch("b", on=True))
     story << e.Notify(2, m.PoolChanged("b", 0))

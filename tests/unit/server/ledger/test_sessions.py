@@ -145,7 +145,7 @@ def test_watches_of_a_session_are_limited(story: Story) -> None:
     story << changed(2, "a", 1)
     story << done(2, 1)
     story >> asks(2, 2, m.Watch("b", on=True))
-    story << refused(2, 2, "over_quota", "this session watches 1 pools")
+    story << refused(2, 2, "over_quota", "this session watches 1 pool, ")
     story >> asks(2, 3, m.Watch("a", on=True))
     story << changed(2, "a", 1)
     story << done(2, 3)
