@@ -453,7 +453,7 @@ class Broker(Reconnecting):
             OverQuota: this session, or this user, has as many locks as it may.
             Unsupported: the broker is too old to have locks.
         """
-        name = fields.check_pool_name(name)
+        name = fields.check_pool_name(name, "a lock")
         self._session.require(messages.LOCKS, f"the lock of {name!r}", "have locks")
         from cubroker.client.synchronization import obtain_lock
 

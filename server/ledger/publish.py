@@ -210,7 +210,7 @@ def lock(tables: Tables, session: Session, body: messages.Lock, event: RequestRe
         TimedOut: another session has the lock, and the request may not wait.
         Unavailable: no leases are granted, so nothing could be published under the lock.
     """
-    fields.check_pool_name(body.name)
+    fields.check_pool_name(body.name, "a lock")
     if not tables.lends(durable=True):
         raise errors.Unavailable(error_text.not_lending(tables))
     pool = tables.pools.get(body.name)

@@ -54,6 +54,8 @@ def test_one_session_has_a_lock_at_a_time(client: Broker, lender: BrokerProcess,
                 other.lock(name, timeout=0)
             with pytest.raises(TimedOut, match=r"waited 0\.01 s in vain"):
                 client.lock(name, timeout=0.01)  # not twice, either
+            with pytest.raises(Invalid, match="'' cannot name a lock"):
+                client.lock("")
             waiting = begun(lambda: other.lock(name))
             eventually(lambda: client.look().waiters, "the second to wait")
         assert lock.closed
