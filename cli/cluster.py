@@ -310,8 +310,7 @@ def show_peers(
     shown = [(answer, _matching(answer, patterns)) for answer in answers]
     if as_json:
         format.document([_plain(*each) for each in shown])
-    else:
-        rows = [(answer, offer) for answer, offers in shown if answer.offers for offer in offers or (None,)]
+    elif rows := [(answer, offer) for answer, offers in shown if answer.offers for offer in offers or (None,)]:
         format.print_table(
             rows,
             {

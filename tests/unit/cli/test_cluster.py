@@ -207,6 +207,13 @@ def test_a_peer_that_does_not_answer_is_status_1_and_the_others_are_shown(certif
         assert json.loads(done.stdout)[2]["pools"] is None
 
 
+def test_where_no_peer_answers_there_is_no_table(certificates: Certificates) -> None:
+    nobody = f"{HOST}:{free_port()}"
+    done = run("peers", "--from", nobody, "--certificates", certificates.host)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"cubroker: no exporter answers at {nobody}: Connection refused\n"
+
+
 def test_peers_come_from_the_variable_else_they_are_not_known(certificates: Certificates, tmp_path: Path) -> None:
     with lying(certificates.host) as one:
         env = environment(CUBROKER_PEERS=str(one.address), CUBROKER_CERTIFICATES=str(certificates.host))
