@@ -283,9 +283,11 @@ def _bar(title: str) -> Iterator[Display]:
         def render(self, task: Task) -> Text:
             if task.total is None:  # the transfer has not begun, and may wait
                 return Text(task.fields["reason"])
-            speed = format.size(task.speed or 0)
+            done = f"{format.size(task.completed)} of {format.size(task.total)}"
+            if not task.speed:  # before there are two moments to compare
+                return Text(done)
             left = "" if task.time_remaining is None else f"  {format.since(task.time_remaining)} left"
-            return Text(f"{format.size(task.completed)} of {format.size(task.total)}  {speed}/s{left}")
+            return Text(f"{done}  {format.size(task.speed)}/s{left}")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), Figures(Column(no_wrap=True)))
     with Progress(*columns, console=CursorShown(stderr=True), transient=True) as bar:

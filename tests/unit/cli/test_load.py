@@ -103,6 +103,7 @@ def test_progress_is_one_line_of_a_narrow_terminal_whose_cursor_stays(
     status, written = terminal.run(command, name, path, "--directory", directory, columns=40)
     assert status == 0
     assert written.count("\x1b[1A") == 1  # one line up, to erase the bar in the end
+    assert " 0 B/s" not in written, "a rate takes two moments"
     assert "\x1b[?25" not in written
 
 
