@@ -342,6 +342,17 @@ def test_pools_that_only_processes_of_others_hold_are_told_from_those_that_nobod
     assert all(line.endswith("other users" if held[name] else "-") for name, line in said.items())
 
 
+def test_one_long_name_takes_no_columns_from_the_others() -> None:
+    view = scenes.view(1, 5)
+    named = msgspec.structs.replace(view.pools[0], name="x" * 255)
+    drawn = lines(msgspec.structs.replace(view, pools=(named, *view.pools[1:])))
+    header = next(line for line in lines(view) if line.startswith("POOL"))
+    assert next(line for line in drawn if line.startswith("POOL")).split() == header.split()
+    (long,) = [line for line in drawn if line.startswith("xxx")]
+    assert f"xxx@{named.version} " in long
+    assert all(f"{pool.name}@{pool.version}" in pools(drawn) for pool in view.pools[1:])
+
+
 def test_nothing_is_said_in_a_sentence() -> None:
     sentence = "No pools: nothing has been loaded yet, or everything is retired."
     assert lines(scenes.view(1, 0))[-1] == sentence
