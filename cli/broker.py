@@ -107,9 +107,13 @@ def ls(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool, as_
             columns |= {">SHARED": lambda pool: format.size(pool.shared) if pool.shared else "none"}
         format.print_table(pools, columns, LS_SPARE)
     elif everything and patterns:
-        format.say(f"No pool matches {' or '.join(patterns)}.{_nearest(patterns, everything)}")
+        format.say(f"No pool matches {_quoted(patterns)}.{_nearest(patterns, everything)}")
     else:
         format.say_sentence("No pools: nothing has been loaded yet, or everything is retired.")
+
+
+def _quoted(patterns: Sequence[str]) -> str:
+    return " or ".join(map(repr, patterns))
 
 
 def _nearest(patterns: Sequence[str], pools: Sequence[PoolInfo]) -> str:
@@ -282,7 +286,7 @@ def clients(directory: Path, patterns: tuple[str, ...], sort: str, reverse: bool
         columns = format.client_columns(chosen, time.time())
         format.print_table(chosen, columns, format.CLIENT_SPARE)
     elif everything:
-        format.say(f"No client holds a pool that matches {' or '.join(patterns)}.")
+        format.say(f"No client holds a pool that matches {_quoted(patterns)}.")
     else:
         format.say_sentence("No clients: no process is attached, or none of this user.")
 
@@ -304,7 +308,8 @@ def _subject(value: str) -> str | int:
 def story(subject: str | int, directory: Path, as_json: bool) -> None:
     """Tell the last events of a pool, or of the session that a number names, in the order in which they happened.
 
-    What has ended is told of for a while. A number is that of a session, although a pool could be named by one.
+    Those of a pool are of all its versions: NAME@VERSION is the same as NAME. What has ended is told of for a while. A
+    number is that of a session, although a pool could be named by one.
     """
     with options.connect(directory) as broker:
         lines = broker.story(subject)

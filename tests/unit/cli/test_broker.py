@@ -81,7 +81,10 @@ def test_ls_takes_patterns_and_sorts(directory: Path) -> None:
         "qwen-large",
         "qwen-small",
     ]
-    assert lines(directory, "ls", "qwen-smal") == ["No pool matches qwen-smal. Did you mean qwen-small or qwen-large?"]
+    assert lines(directory, "ls", "qwen-smal") == [
+        "No pool matches 'qwen-smal'. Did you mean qwen-small or qwen-large?"
+    ]
+    assert lines(directory, "ls", "", "x*") == ["No pool matches '' or 'x*'."]
     assert document(directory, "ls", "nothing*") == []
 
 
@@ -93,7 +96,7 @@ def test_clients_are_chosen_by_what_they_hold(directory: Path) -> None:
         assert held == ["qwen-large", "llama"]
         (client,) = document(directory, "clients", "llam?")
         assert client["session"] == other.session
-        assert lines(directory, "clients", "x*") == ["No client holds a pool that matches x*."]
+        assert lines(directory, "clients", "x*") == ["No client holds a pool that matches 'x*'."]
         held = [client["leases"][0]["pool"] for client in document(directory, "clients", "--sort", "leases", "-r")]
         assert held == ["llama", "qwen-large"]
 
