@@ -36,7 +36,9 @@ class LogWriter(logging.Handler):
         self.descriptor = descriptor
         self._lines: Queue[str | None] = Queue(MAX_LINES)
         self._lost = 0
+        self._unwritten = 0
         self._reported = 0
+        self._rest = b""
         # A daemon thread, which writes to no buffered file, so that the interpreter can exit while it blocks.
         self._thread = Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -64,18 +66,32 @@ class LogWriter(logging.Handler):
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._write(line)
-            if lost := self._lost - self._reported:
-                self._reported += lost
-                message = "%d lines of the log were lost here: they were not read in time"
-                record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lost,), None)
-                self._write(self.format(record))
+            self._unwritten -= self._report(self._unwritten)
+            self._unwritten += not self._write(line)
+            self._reported += self._report(self._lost - self._reported)
 
-    def _write(self, line: str) -> None:
-        data = line.encode(errors="backslashreplace") + b"\n"
-        with suppress(OSError):  # the reader is gone
-            while data:
-                data = data[os.write(self.descriptor, data) :]
+    def _report(self, lost: int) -> int:
+        """Write how many lines were lost, if any were; return how many are reported now."""
+        message = "%d lines of the log were lost here: they could not be written"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lost,), None)
+        return lost if lost and self._write(self.format(record)) else 0
+
+    def _write(self, line: str) -> bool:
+        """Write a line, after the rest of one that a full disk cut off; return whether it was begun."""
+        self._write_rest()
+        if self._rest:
+            return False
+        data = self._rest = line.encode(errors="backslashreplace") + b"\n"
+        self._write_rest()
+        if self._rest != data:
+            return True
+        self._rest = b""
+        return False
+
+    def _write_rest(self) -> None:
+        with suppress(OSError):  # the reader is gone, or the disk is full
+            while self._rest:
+                self._rest = self._rest[os.write(self.descriptor, self._rest) :]
 
 
 @contextmanager

@@ -461,19 +461,22 @@ class StderrLog:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         self._lost = 0
+        self._rest = b""
         self._complaints = 0
 
     def say(self, text: str) -> None:
-        """Write a line, and how many were lost before it."""
-        lost = f" ({self._lost} lines before this one were lost: they were not read in time)" if self._lost else ""
+        """Write a line, and how many were lost before it, after the rest of one that a full disk cut off."""
+        lost = f" (lines lost before this one: {self._lost})" if self._lost else ""
         line = "".join(c if c.isprintable() else "?" for c in text[:LONGEST_LINE])
+        data = self._rest + f"cubroker keep: {line}{lost}\n".encode(errors="backslashreplace")
         try:
-            _write(self._descriptor, f"cubroker keep: {line}{lost}\n".encode(errors="backslashreplace"))
-            self._lost = 0
-        except BlockingIOError:
-            self._lost += 1
-        except OSError:
-            pass  # the reader is gone
+            written = _write(self._descriptor, data)
+        except OSError:  # the reader is gone, or the disk is full
+            written = 0
+        if written > len(self._rest):
+            self._rest, self._lost = data[written:], 0
+        else:
+            self._rest, self._lost = self._rest[written:], self._lost + 1
 
     def complain(self, text: str) -> None:
         """Write a line about the child's behaviour, up to :data:`MOST_COMPLAINTS` per run."""
@@ -488,21 +491,18 @@ class StderrLog:
         self._complaints = 0
 
 
-def _write(descriptor: int, line: bytes) -> None:
-    """Write a line immediately, or raise BlockingIOError. Others share the open file, so O_NONBLOCK is not set."""
+def _write(descriptor: int, data: bytes) -> int:
+    """Write as much as there is room for; return how much. Others share the open file, so O_NONBLOCK is not set."""
     try:
-        os.pwritev(descriptor, [line], -1, NOWAIT)
+        return os.pwritev(descriptor, [data], -1, NOWAIT)
     except BlockingIOError:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise
-        os.write(descriptor, line)  # XFS and btrfs never extend a file without waiting
+        return os.write(descriptor, data)  # XFS and btrfs never extend a file without waiting
     except OSError:  # terminals and some other files do not support the flag
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
-        if not poll.poll(0):
-            raise BlockingIOError from None
-        if os.write(descriptor, line) < len(line):
-            raise BlockingIOError from None
+        return os.write(descriptor, data) if poll.poll(0) else 0
 
 
 # -- the stored descriptors ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -117,7 +118,26 @@ def test_lines_that_cannot_be_written_are_counted_in_the_log(monkeypatch: pytest
     first, lost, *_ = said.lstrip(b"\0").decode().splitlines()
     assert first == "line 0"
     # The first is on its way or still waits, so there is room for one more, or none.
-    assert lost in {f"{number} lines of the log were lost here: they were not read in time" for number in (99, 100)}
+    assert lost in {f"{number} lines of the log were lost here: they could not be written" for number in (99, 100)}
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_completed_and_lost_ones_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with path.open("wb") as file:
+        lines = LogWriter(file.fileno())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # a write beyond it is cut off, or fails
+        try:
+            for number in range(4):
+                lines.say(f"line {number}")
+            eventually(lambda: lines._unwritten == 2, "the lines to be cut off or lost")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.read_bytes() == b"line 0\nline "
+        lines.say("line 4")
+        lines.close()
+    lost = "2 lines of the log were lost here: they could not be written"
+    assert path.read_text().splitlines() == ["line 0", "line 1", lost, "line 4"]
 
 
 def test_a_record_that_makes_no_text_harms_nobody() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,26 @@ def test_what_a_full_pipe_does_not_take_is_counted() -> None:
         while reader.read(1 << 16):
             pass
         remarks.say("here")
-        assert reader.read() == (
-            b"cubroker keep: here (1 lines before this one were lost: they were not read in time)\n"
-        )
+        assert reader.read() == b"cubroker keep: here (lines lost before this one: 1)\n"
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_completed_and_lost_ones_are_counted(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open(tmp_path / "log", "wb") as log:
+        remarks = StderrLog(log.fileno())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))  # a write beyond it is cut off, or fails
+        try:
+            for text in ("one", "two", "three"):
+                remarks.say(text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (tmp_path / "log").read_text() == "cubroker keep: one\ncubroker ke"
+        remarks.say("four")
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "cubroker keep: one",
+        "cubroker keep: two",
+        "cubroker keep: four (lines lost before this one: 1)",
+    ]
 
 
 @pytest.mark.slow
@@ -57,4 +75,4 @@ def test_a_terminal_that_nobody_reads_takes_what_it_has_room_for() -> None:
             while reader.read(1 << 16):
                 pass
         remarks.say("here")
-        assert re.search(rb"cubroker keep: here \(\d+ lines before this one were lost", reader.read() or b"")
+        assert re.search(rb"cubroker keep: here \(lines lost before this one: \d+\)", reader.read() or b"")
