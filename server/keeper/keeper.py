@@ -622,9 +622,10 @@ def make_room(descriptors: int | None, above: int | None = None) -> int:
     limit = min(above or DEFAULT_DESCRIPTORS, most, MOST_DESCRIPTORS) if descriptors is None else descriptors
     needed = 2 * max(limit, 1) + SPARE
     if not 0 < limit <= most:
+        fewer = f", or keep at most {most} with --descriptors" if most > 0 else ""
         raise Invalid(
-            f"to keep {max(limit, 1)} descriptors takes a limit of {needed} open files, and it cannot be raised above "
-            f"{hard}: raise that (ulimit -Hn, LimitNOFILE=), or keep fewer with --descriptors"
+            f"to keep {max(limit, 1)} descriptors takes a limit of {needed} open files, and it cannot be raised"
+            f" above {hard}: raise that (ulimit -Hn, LimitNOFILE=){fewer}"
         )
     if limit > MOST_DESCRIPTORS:
         raise Invalid(

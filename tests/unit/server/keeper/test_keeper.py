@@ -525,6 +525,10 @@ def test_a_limit_of_open_files_bounds_what_can_be_kept(tmp_path: Path) -> None:
     done = run("keep", "--descriptors", "1000000000", "--", "true")
     assert done.returncode == 1
     assert "takes a limit of 2000001024 open files" in done.stderr
+    assert re.search(r"or keep at most [1-9]\d* with --descriptors", done.stderr)
+    few = subprocess.run(["prlimit", "--nofile=64:64", *COMMAND, "keep", "true"], capture_output=True, text=True)
+    assert few.returncode == 1
+    assert few.stderr.endswith("raise that (ulimit -Hn, LimitNOFILE=)\n"), "not even one fits"
 
 
 def test_without_a_place_for_its_socket_it_says_what_it_needs(tmp_path: Path) -> None:
