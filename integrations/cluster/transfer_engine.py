@@ -237,4 +237,4 @@ def own_output() -> BinaryIO:
 
 def engine_command(module: str, *arguments: str) -> list[str]:
     """Return the command line of a process for an engine, which does not import from the current directory."""
-    return [sys.executable, "-P", "-m", module, *arguments]  # noqa: TID251
+    return [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", module, *arguments]  # noqa: TID251

@@ -81,11 +81,11 @@ class Hostile:
             (self.directory / f"{name}.py").write_text(TRAP)
         self._env = environment(TRAP=str(self.sprung), CUBROKER_DIR=str(place / "run"))
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, command: Sequence[str | Path] = (COMMAND,), **env: str) -> subprocess.Popen[str]:
         """Start a command in the directory."""
         filled_in = [each.format(model=self.model, place=self.place) for each in arguments]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([COMMAND, *filled_in], cwd=self.directory, env=self._env, text=True, **pipes)
+        return subprocess.Popen([*command, *filled_in], cwd=self.directory, env=self._env | env, text=True, **pipes)
 
     def succeeds(self, arguments: Sequence[str]) -> None:
         """Run a command to its end: it does what it should, and springs no trap."""
@@ -102,9 +102,9 @@ def hostile() -> Iterator[Hostile]:
 
 
 @contextmanager
-def kept(hostile: Hostile) -> Iterator[None]:
+def kept(hostile: Hostile, command: Sequence[str] = (str(COMMAND),), **env: str) -> Iterator[None]:
     """Run a broker under ``cubroker keep``, both started in the directory; it ends by SIGTERM."""
-    with hostile.start("keep", "--", str(COMMAND), "serve", "--devices", DEVICES) as keeper:
+    with hostile.start("keep", "--", *command, "serve", "--devices", DEVICES, command=command, **env) as keeper:
         assert keeper.stdout
         said = ""
         while "serving on" not in said:
@@ -139,6 +139,13 @@ def test_no_command_to_a_broker_imports_from_the_directory_and_neither_do_keeper
     with kept(hostile):
         for name in sampling.daily(QUICK, 3, always=["load"]):
             hostile.succeeds(QUICK[name])
+    assert not hostile.sprung.exists()
+
+
+@pytest.mark.slow
+def test_what_an_isolated_python_starts_does_not_import_from_the_path_that_it_ignores(hostile: Hostile) -> None:
+    with kept(hostile, (sys.executable, "-I", "-m", "cubroker"), PYTHONPATH=str(hostile.directory)):
+        pass
     assert not hostile.sprung.exists()
 
 
