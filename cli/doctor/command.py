@@ -319,7 +319,9 @@ def examine_directory(path: Path) -> DirectoryFacts:
     except Invalid as error:
         return DirectoryFacts(path, invalid=error.message)
     except FileNotFoundError:
-        return DirectoryFacts(path, state="absent", exposed=_exposed(path, os.geteuid()))
+        above = next(folder for folder in path.parents if folder.exists())
+        closed = None if os.access(above, os.W_OK | os.X_OK, effective_ids=True) else above
+        return DirectoryFacts(path, state="absent", exposed=_exposed(path, os.geteuid()), closed=closed)
     except PermissionError:
         return DirectoryFacts(path, state="hidden")
     except NotADirectoryError:

@@ -144,6 +144,8 @@ class DirectoryFacts:
     exposed: str = ""
     #: Whether this user may pass through.
     enter: bool = True
+    #: If it is absent, the folder in which this user would have to make it and may not; None if it may.
+    closed: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -475,8 +475,11 @@ def _directory(here: DirectoryFacts) -> Cases:
     another = "choose another with --directory or $CUBROKER_DIR"
     ask = "ask for the group of the broker's sockets (its settings `sockets.group` and `sockets.mode`)"
     owner = format.user(here.owner)
+    reason = f"{here.closed} cannot be written by this user"
+    closed = f"{here.path} is not there yet, and `cubroker serve` cannot make it: {reason}"
     return (
         (unfit, False, unfit, remedy),
+        (here.closed, None, closed, another),
         (here.state == "absent", None, f"{here.path} is not there yet; `cubroker serve` makes it", ""),
         (here.state == "something else", False, f"{here.path} is no directory", another),
         (here.state == "hidden", False, f"this user may not pass through a folder above {here.path}", another),

@@ -467,6 +467,14 @@ def test_a_folder_that_hides_the_directory_is_told(tmp_path: Path, monkeypatch: 
     assert command.examine_directory(tmp_path).state == "hidden"
 
 
+def test_a_folder_in_which_serve_cannot_make_the_directory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.examine_directory(tmp_path / "deep" / "run").closed is None
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as on a read-only file system; root may write elsewhere
+    assert command.examine_directory(tmp_path / "deep" / "run").closed == tmp_path
+
+
 @pytest.mark.parametrize("name", ["memfd_create", "pidfd_open"])
 def test_a_call_that_is_forbidden_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def refuse(*_: object) -> int:

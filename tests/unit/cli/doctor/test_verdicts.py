@@ -345,6 +345,13 @@ def test_of_a_service_that_is_not_there_nothing_is_said() -> None:
             "shorten",
         ),
         ("directory", replace(HOST, directory=replace(DIRECTORY, state="absent")), None, "serve` makes it", ""),
+        (
+            "directory",
+            replace(HOST, directory=replace(DIRECTORY, state="absent", closed=Path("/run"))),
+            None,
+            "cannot make it: /run cannot be written by this user",
+            "another",
+        ),
         ("directory", replace(HOST, directory=replace(DIRECTORY, state="something else")), False, "no dir", "another"),
         ("directory", replace(HOST, directory=replace(DIRECTORY, state="hidden")), False, "pass through", "another"),
         ("directory", replace(HOST, directory=replace(DIRECTORY, exposed="all write; chmod")), False, "all", "chmod"),
