@@ -21,7 +21,7 @@ import click
 from cubroker.cli import format, options
 from cubroker.cli.load import progress
 from cubroker.client.transport.handshake import NotServing
-from cubroker.integrations.cluster import connection, exporter
+from cubroker.integrations.cluster import connection, exporter, transfer_engine
 from cubroker.integrations.cluster.connection import PeerAddress, PeerAnswer
 from cubroker.integrations.cluster.fetch import fetch, follow
 from cubroker.integrations.cluster.messages import PATIENCE, PORT, Fetched, Offer
@@ -117,6 +117,7 @@ def export(
     certificate of the cluster's authority, and gets the pools that the user may attach to whom it names.
     """
     with logs.to_standard_error() as complain, options.reported(lambda why: complain(f"cubroker: {why}"), NotServing):
+        transfer_engine.need()
         meter = _ExportMetrics(metrics) if metrics else None
         rules = exporter.Rules(pools=patterns or ("*",), readers=readers)
         connect = partial(options.connect, limit=options.timeout())

@@ -16,8 +16,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, BinaryIO, NamedTuple
 
 from cubroker.protocol.errors import Unavailable, Unsupported, needing
@@ -217,15 +218,25 @@ def load() -> Any:
     """
     for variable, value in VARIABLES.items():
         os.environ.setdefault(variable, value)
-    with needing("a transfer between hosts", "cubroker[nixl]"):
-        *others, last = PACKAGES
-        for package in others:
+    with _needing():
+        for package in PACKAGES:
             try:
                 return import_module(f"{package}._api")
             except ModuleNotFoundError as error:
                 if error.name not in PACKAGES:
                     raise
-        return import_module(f"{last}._api")
+        raise ModuleNotFoundError(name=NIXL)
+
+
+def need() -> None:
+    """Raise ``Unsupported`` if NIXL is not installed, without importing it."""
+    with _needing():
+        if not any(map(find_spec, PACKAGES)):
+            raise ModuleNotFoundError(name=NIXL)
+
+
+def _needing() -> AbstractContextManager[None]:
+    return needing("a transfer between hosts", "cubroker[nixl]")
 
 
 def own_output() -> BinaryIO:

@@ -315,6 +315,16 @@ def test_a_broker_has_as_long_to_greet_as_the_command_line_says(
 # -- export ----------------------------------------------------------------------------------------
 
 
+def test_an_exporter_without_nixl_does_not_start(certificates: Certificates, directory: Path) -> None:
+    hidden = "import sys; sys.modules.update(dict.fromkeys(('nixl', 'nixl_cu13', 'nixl_cu12')))"
+    command = [sys.executable, "-c", f"{hidden}; from cubroker.cli.main import main; sys.exit(main())"]
+    given = ("--directory", directory, "--certificates", certificates.host)
+    done = subprocess.run([*command, "export", *given], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    why = "a transfer between hosts needs nixl, which is not installed: pip install 'cubroker[nixl]'"
+    assert done.stderr == f"cubroker: {why}\n"
+
+
 def test_an_exporter_that_cannot_start_is_one_line(certificates: Certificates, directory: Path, tmp_path: Path) -> None:
     given = ("--directory", directory, "--certificates", certificates.host)
     with socket.create_server((HOST, 0)) as taken:

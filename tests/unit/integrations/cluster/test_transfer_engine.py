@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import sys
+from functools import partial
 
 import pytest
 
 from cubroker.integrations.cluster import transfer_engine
-from cubroker.integrations.cluster.transfer_engine import PACKAGES, MemoryRegion, open_engine
+from cubroker.integrations.cluster.transfer_engine import MemoryRegion, open_engine
 from cubroker.protocol.errors import Unavailable, Unsupported
 from tests.cluster import ENGINE, need_engine
 
@@ -19,10 +19,10 @@ def test_an_engine_that_this_build_has_not() -> None:
 
 
 def test_without_nixl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {*PACKAGES, *(name for name in sys.modules if name.partition(".")[0] in PACKAGES)}:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(Unsupported, match=r"a transfer between hosts needs .*: pip install 'cubroker\[nixl\]'"):
-        open_engine("nixl")
+    monkeypatch.setattr(transfer_engine, "PACKAGES", ("nixl_cu1", "nixl_cu2"))
+    for attempt in (partial(open_engine, "nixl"), transfer_engine.need):
+        with pytest.raises(Unsupported, match=r"hosts needs nixl, which is .*: pip install 'cubroker\[nixl\]'"):
+            attempt()
 
 
 def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
