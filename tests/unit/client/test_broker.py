@@ -207,7 +207,11 @@ def test_a_retired_version_stays_with_who_holds_it(client: Broker, name: str) ->
         ),
         (lambda broker: broker.attach("@1"), Invalid, "cannot name a pool.* or _$"),
         *(
-            (partial(call, name=None), Invalid, "an object of type NoneType cannot name a pool: use 1 to 255 letters")
+            (
+                partial(call, name=None),
+                Invalid,
+                "an object of type NoneType cannot name a (pool|lock): use 1 to 255 letters",
+            )
             for call in (
                 Broker.attach,
                 partial(Broker.create, layout=LAYOUT),
