@@ -235,7 +235,8 @@ def blocked(tables: Tables, waiter: CreateWaiter) -> str:
     user = waiter.session.user
     assert user.quota.memory is not None
     ahead = user.position(waiter)
-    line = f", and {ahead} earlier creates of this user wait for room in it" if ahead else ""
+    wait = "waits" if ahead == 1 else "wait"
+    line = f", and {count(ahead, 'earlier create')} of this user {wait} for room in it" if ahead else ""
     largest = _largest(islice(user.tickets.values(), SURVEY), state)
     return (
         f"{waiter.pool.name} needs {size(waiter.total)} of the quota of user {user.uid}: of"
@@ -267,9 +268,10 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
     account = next((account for account, nbytes in waiter.nbytes.items() if account.available < nbytes), None)
     if account is None:
         account = next(account for account in waiter.accounts if account.queue[0] is not waiter)
+        ahead = account.position(waiter)
         return (
             f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on {account.device.label}, where"
-            f" {account.position(waiter)} earlier requests wait for room; wait as well,"
+            f" {count(ahead, 'earlier request')} {'waits' if ahead == 1 else 'wait'} for room; wait as well,"
             f" or retire what is not needed"
         )
     there = account.tickets.values()
@@ -401,9 +403,9 @@ def store_is_full(tables: Tables, more: int, reserve: int) -> str:
     sessions = SESSION_FDS * len(tables.sessions)
     kept = f", {reserve} of them held back for root, administrators and the broker's own user" if reserve else ""
     return (
-        f"this takes {more} places of the broker's store, which has {tables.store}{kept}: {sessions} are taken by"
-        f" {count(len(tables.sessions), 'session')}, and {tables.stored - sessions} by durable memory; end some"
-        f" sessions, retire durable versions, or give it a larger store"
+        f"this takes {count(more, 'place')} of the broker's store, which has {tables.store}{kept}: {sessions} are"
+        f" taken by {count(len(tables.sessions), 'session')}, and {tables.stored - sessions} by durable memory; end"
+        f" some sessions, retire durable versions, or give it a larger store"
     )
 
 

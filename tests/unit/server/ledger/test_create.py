@@ -134,7 +134,7 @@ def test_room_is_given_in_order_of_arrival_and_small_requests_do_not_overtake(st
     story >> creates(1, 1, "big", 6 * MIB, wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(2, 1, "small", MIB)
-    story << refused(2, 1, "over_budget", f"small needs 2 MiB on {FIRST}, where 1 earlier requests wait for room")
+    story << refused(2, 1, "over_budget", f"small needs 2 MiB on {FIRST}, where 1 earlier request waits for room")
     story >> creates(2, 2, "small", MIB, wait=5.0)
     story << e.SetTimer(2, 5.0)
     story >> creates(2, 3, "other", MIB, devices=("GPU-1",))

@@ -153,7 +153,7 @@ def test_a_store_that_is_full_has_places_left_for_sessions_of_those_who_run_the_
     assert refusal.code == "over_quota"
     assert "has 64, 4 of them held back for root, administrators and the broker's own user" in refusal.message
     story >> creates(1, 1, "a", MIB, share="vmm", durable=True)
-    story << refused(1, 1, "over_quota", "1 places", "4 of them held back")
+    story << refused(1, 1, "over_quota", "1 place of", "4 of them held back")
     assert [story.ledger.admission_error(uid, verified=True) for uid in (0, BROKER, 5)] == [None] * 3
     story.joins(31, uid=0)
     story.joins(32, uid=5)
