@@ -69,10 +69,13 @@ class LogWriter(logging.Handler):
             self._unwritten -= self._report(self._unwritten)
             self._unwritten += not self._write(line)
             self._reported += self._report(self._lost - self._reported)
+        self._write_rest()
+        self._report(self._unwritten)
 
     def _report(self, lost: int) -> int:
         """Write how many lines were lost, if any were; return how many are reported now."""
-        message = "%d lines of the log were lost here: they could not be written"
+        lines, reason = ("line", "was lost here: it") if lost == 1 else ("lines", "were lost here: they")
+        message = f"%d {lines} of the log {reason} could not be written"
         record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (lost,), None)
         return lost if lost and self._write(self.format(record)) else 0
 

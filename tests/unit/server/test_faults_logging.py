@@ -140,6 +140,23 @@ def test_a_line_that_a_full_disk_cuts_off_is_completed_and_lost_ones_are_counted
     assert path.read_text().splitlines() == ["line 0", "line 1", lost, "line 4"]
 
 
+def test_the_end_of_a_log_that_was_full_has_no_half_line_and_counts_what_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with path.open("wb") as file:
+        lines = LogWriter(file.fileno())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # a write beyond it is cut off, or fails
+        try:
+            for number in range(3):
+                lines.say(f"line {number}")
+            eventually(lambda: lines._unwritten == 1, "the lines to be cut off or lost")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        lines.close()
+    lost = "1 line of the log was lost here: it could not be written"
+    assert path.read_text().splitlines() == ["line 0", "line 1", lost]
+
+
 def test_a_record_that_makes_no_text_harms_nobody() -> None:
     with pipe() as (read, write):
         lines = LogWriter(write)
