@@ -367,10 +367,11 @@ class Frame:
     def _widths(self, names: Sequence[str], cells: Mapping[str, list[str]]) -> Mapping[str, int]:
         """Return the columns for which there is room, and their widths; the sort column is left out last.
 
-        A tenth of the names may be longer than their column, so that one long name takes no columns from all rows.
+        One name, or about a tenth of many, may be longer than their column, so that it takes no columns from all rows.
         """
-        usual = sorted(map(len, names))[(len(names) - 1) * 9 // 10]
-        least = min(usual, max(18, self.width // 2))
+        *_, longest = lengths = sorted(map(len, names))
+        usual = lengths[(len(names) - 1) * 9 // 10]
+        least = min(longest, max(18, min(usual, self.width // 2)))
         widths = {title: max(_WIDTHS[title], *map(len, column)) for title, column in cells.items()}
         for title in sorted(SPARE, key=lambda title: title.lstrip(">").lower() == self.choice.order[POOLS]):
             if least + sum(widths.values()) + len(widths) + 1 + self._least_by <= self.width:

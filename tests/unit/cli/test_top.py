@@ -353,6 +353,15 @@ def test_one_long_name_takes_no_columns_from_the_others() -> None:
     assert all(f"{pool.name}@{pool.version}" in pools(drawn) for pool in view.pools[1:])
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 70, 80])
+def test_short_names_beside_it_leave_a_name_of_usual_length_whole(width: int) -> None:
+    view = scenes.view(1, 2)
+    first, second = view.pools
+    two = (msgspec.structs.replace(first, name="a"), msgspec.structs.replace(second, name="llama-70b"))
+    drawn = lines(msgspec.structs.replace(view, pools=two), width)
+    assert f"llama-70b@{second.version}" in pools(drawn)
+
+
 def test_nothing_is_said_in_a_sentence() -> None:
     sentence = "No pools: nothing has been loaded yet, or everything is retired."
     assert lines(scenes.view(1, 0))[-1] == sentence
