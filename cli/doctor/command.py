@@ -319,7 +319,9 @@ def examine_directory(path: Path) -> DirectoryFacts:
     except Invalid as error:
         return DirectoryFacts(path, invalid=error.message)
     except FileNotFoundError:
-        above = next(folder for folder in path.parents if folder.exists())
+        above = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        if not above.exists():  # a symbolic link to nothing, in which no folder can be made
+            return DirectoryFacts(path, state="something else")
         closed = None if os.access(above, os.W_OK | os.X_OK, effective_ids=True) else above
         return DirectoryFacts(path, state="absent", exposed=_exposed(path, os.geteuid()), closed=closed)
     except PermissionError:

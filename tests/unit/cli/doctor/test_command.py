@@ -467,6 +467,12 @@ def test_a_folder_that_hides_the_directory_is_told(tmp_path: Path, monkeypatch: 
     assert command.examine_directory(tmp_path).state == "hidden"
 
 
+def test_a_link_to_nothing_is_no_place_that_serve_could_make(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nothing")
+    assert command.examine_directory(tmp_path / "link").state == "something else"
+    assert command.examine_directory(tmp_path / "link" / "run").state == "something else"
+
+
 def test_a_folder_in_which_serve_cannot_make_the_directory_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
