@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -124,15 +124,10 @@ class Checkpoint:
             Denied: a file may not be read.
             Invalid: a file breaks the format, a name appears twice, or there is no tensor at all; or a path is none.
         """
-        if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
-            paths = [paths]
-        listed = list(paths)
-        for path in listed:
-            if not isinstance(path, str | os.PathLike) or path == "":  # Path("") is the current folder
-                raise Invalid(f"{path!r:.60} is no path of a checkpoint; pass a file, a folder or an index, or several")
+        listed = list(map(_path, _several(paths)))
         names: list[Path] = []
         indexes: list[tuple[Path, dict[str, Path]]] = []
-        for path in map(Path, listed):
+        for path in listed:
             found = expand(path)
             if found[0].suffix == ".json":
                 indexes.append((found[0], read_index(found[0])))
@@ -169,7 +164,7 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, listed: list[str | os.PathLike[str]], indexes: list[tuple[Path, dict[str, Path]]]) -> None:
+    def _check(self, listed: list[Path], indexes: list[tuple[Path, dict[str, Path]]]) -> None:
         if not self.entries:
             raise Invalid(f"there is no tensor in {', '.join(map(str, listed)) or 'an empty list of paths'}")
         holders: dict[str, Path] = {}
@@ -186,6 +181,21 @@ class Checkpoint:
                         f"cannot read {index}: it says that {name!r} is in {shard.name}, and it is not; the index and"
                         f" its shards are of different checkpoints, fetch them again"
                     )
+
+
+def _several(paths: object) -> Iterator[object]:
+    if not isinstance(paths, str | bytes | os.PathLike):
+        with suppress(TypeError):  # it cannot be iterated, as an array of numpy without dimensions
+            return iter(paths)  # type: ignore[call-overload, no-any-return]
+    return iter((paths,))
+
+
+def _path(given: object) -> Path:
+    with suppress(TypeError):
+        name = os.fspath(given)  # type: ignore[call-overload]
+        if isinstance(name, str) and name:  # Path("") is the current folder
+            return Path(name)
+    raise Invalid(f"{given!r:.60} is no path of a checkpoint; pass a file, a folder or an index, or several")
 
 
 def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:

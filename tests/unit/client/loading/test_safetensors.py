@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 
@@ -220,7 +221,20 @@ def test_an_index_without_a_map_or_of_absurd_size_is_refused(tmp_path: Path) -> 
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("paths", [3, None, b"model.safetensors", "", ["", "x"], [None]])
+class Named:
+    """What os.fspath() takes for a path, although it may be none."""
+
+    def __init__(self, name: Any) -> None:
+        self._name = name
+
+    def __fspath__(self) -> Any:
+        return self._name
+
+
+NO_PATHS = [3, None, b"model.safetensors", "", ["", "x"], [None], np.array("x"), Named(b"x"), Named("")]
+
+
+@pytest.mark.parametrize("paths", NO_PATHS)
 def test_what_is_no_path_is_refused_before_a_file_is_opened(paths: Any) -> None:
     with pytest.raises(Invalid, match="is no path of a checkpoint; pass a file, a folder or an index"):
         Checkpoint.open(paths)
