@@ -90,8 +90,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module with this interpreter; the linter allows no other way.
 
     ``python -m`` and ``python -c`` put the current directory before the standard library on the path of imports: a file
-    ``json.py`` there would run with the rights of any user who starts cubroker in that directory. ``-P`` leaves it out,
-    and so does ``-I``, which an interpreter passes on that has it: it ignores ``PYTHONPATH``, too.
+    ``json.py`` there would run with the rights of any user who starts cubroker in that directory. ``-P`` leaves it out.
+    An interpreter that has ``-I`` passes that on instead: it leaves out ``PYTHONPATH``, too.
     """
     return [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", module, *arguments]  # noqa: TID251
 
