@@ -302,6 +302,8 @@ def test_what_was_fetched_is_told_in_one_line() -> None:
 def test_a_broker_has_as_long_to_greet_as_the_command_line_says(
     certificates: Certificates, tmp_path: Path, command: str
 ) -> None:
+    if command == "export":
+        need_engine()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(str(tmp_path / SESSION_SOCKET))
         silent.listen()
@@ -326,6 +328,7 @@ def test_an_exporter_without_nixl_does_not_start(certificates: Certificates, dir
 
 
 def test_an_exporter_that_cannot_start_is_one_line(certificates: Certificates, directory: Path, tmp_path: Path) -> None:
+    need_engine()
     given = ("--directory", directory, "--certificates", certificates.host)
     with socket.create_server((HOST, 0)) as taken:
         address = f"{HOST}:{taken.getsockname()[1]}"
