@@ -353,6 +353,17 @@ def test_one_long_name_takes_no_columns_from_the_others() -> None:
     assert all(f"{pool.name}@{pool.version}" in pools(drawn) for pool in view.pools[1:])
 
 
+def test_long_names_alone_take_half_of_the_width_at_most_from_the_columns() -> None:
+    view = scenes.view(1, 5)
+
+    def columns(length: int) -> list[str]:
+        named = tuple(msgspec.structs.replace(pool, name="x" * length) for pool in view.pools)
+        drawn = lines(msgspec.structs.replace(view, pools=named), 100)
+        return next(line for line in drawn if line.startswith("POOL")).split()
+
+    assert columns(255) == columns(48) == ["POOL", "STATE", "SIZE", "ON", "HELD", "BY"]
+
+
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80])
 def test_short_names_beside_it_leave_a_name_of_usual_length_whole(width: int) -> None:
     view = scenes.view(1, 2)

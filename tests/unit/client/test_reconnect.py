@@ -102,11 +102,14 @@ def test_the_pools_of_a_broker_that_died_are_lost_and_what_they_have_mapped_stay
 ) -> None:
     publish(client, "pool", share=share)
     pool, draft = client.attach("pool"), client.create("draft", LAYOUT, share=share)
+    other = Broker(broker.directory)
     assert (client.lost, pool.lost, draft.lost) == ("", "", "")
     weight = pool["weight"].numpy()
     die(broker, client)
     assert client.lost == pool.lost == draft.lost
     assert [repr(each)[-7:] for each in (client, pool, draft)] == [", lost>"] * 3
+    other.close()
+    assert repr(other).endswith(", closed>")
     assert "is gone" in client.lost
     assert weight.tobytes() == content("weight", 128)
     with pytest.raises(Unavailable, match=r"is gone: .*reconnect\(\) opens another session"):
@@ -118,6 +121,7 @@ def test_the_pools_of_a_broker_that_died_are_lost_and_what_they_have_mapped_stay
     assert pool.lost, "it is the lost session's, whatever the next one has"
     assert weight.tobytes() == pool["weight"].tobytes() == content("weight", 128)
     pool.close()
+    assert repr(pool).endswith(", closed>")
     assert weight.tobytes() == content("weight", 128)
 
 

@@ -93,6 +93,9 @@ def test_no_file_is_to_be_removed_only_because_a_folder_was_to_be_there(tmp_path
     with pytest.raises(FileExistsError) as there:
         file.mkdir()
     assert explain(there.value) == f"{file}: File exists; check the path"
+    with pytest.raises(IsADirectoryError) as folder:
+        tmp_path.read_bytes()
+    assert explain(folder.value) == f"{tmp_path}: Is a directory; check the path"
 
 
 @pytest.mark.parametrize("number", [*OF_PROCESSES, *OF_FILES])

@@ -140,12 +140,13 @@ def test_a_line_that_a_full_disk_cuts_off_is_completed_and_lost_ones_are_counted
     assert path.read_text().splitlines() == ["line 0", "line 1", lost, "line 4"]
 
 
-def test_the_end_of_a_log_that_was_full_has_no_half_line_and_counts_what_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [12, 14])
+def test_the_end_of_a_log_that_was_full_has_no_half_line_and_counts_what_is_lost(tmp_path: Path, room: int) -> None:
     path = tmp_path / "log"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with path.open("wb") as file:
         lines = LogWriter(file.fileno())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # a write beyond it is cut off, or fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # of the second line a part, or all
         try:
             for number in range(3):
                 lines.say(f"line {number}")

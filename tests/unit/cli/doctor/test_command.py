@@ -477,7 +477,11 @@ def test_a_folder_in_which_serve_cannot_make_the_directory_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert command.examine_directory(tmp_path / "deep" / "run").closed is None
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as on a read-only file system; root may write elsewhere
+
+    def access(path: Path, mode: int, *, effective_ids: bool = False) -> bool:  # as of a read-only file system
+        return path != tmp_path or not (mode & os.W_OK and mode & os.X_OK and effective_ids)
+
+    monkeypatch.setattr(os, "access", access)  # root may write elsewhere
     assert command.examine_directory(tmp_path / "deep" / "run").closed == tmp_path
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,23 @@ def test_without_nixl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     for attempt in (partial(open_engine, "nixl"), transfer_engine.need):
         with pytest.raises(Unsupported, match=r"hosts needs nixl, which is .*: pip install 'cubroker\[nixl\]'"):
             attempt()
+
+
+def test_what_nixl_itself_lacks_is_not_said_to_be_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nixl_cu1").mkdir()
+    (tmp_path / "nixl_cu1" / "_api.py").write_text("import nothing_like_it")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(transfer_engine, "PACKAGES", ("nixl_cu1", "nixl_cu2"))
+    transfer_engine.need()
+    with pytest.raises(Unsupported, match=r"hosts needs nothing_like_it, which is not installed"):
+        open_engine("nixl")
+
+
+@pytest.mark.parametrize("flag", ["-I", "-P"])
+def test_a_process_for_an_engine_is_as_isolated_as_its_parent(flag: str) -> None:
+    program = f"from {transfer_engine.__name__} import engine_command; print(engine_command('m')[1])"
+    done = subprocess.run([sys.executable, flag, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{flag}\n"
 
 
 def test_what_fails_in_nixl_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_a_draining_broker_gives_no_locks(story: Story) -> None:
 
 
 def test_a_name_is_checked(story: Story) -> None:
-    story >> locks(1, 1, "-bad") << refused(1, 1, "invalid", "-bad")
+    story >> locks(1, 1, "-bad") << refused(1, 1, "invalid", "'-bad' cannot name a lock")
 
 
 def test_a_lock_and_its_number_outlive_the_broker(story: Story) -> None:

@@ -93,6 +93,9 @@ def test_a_wait_for_memory_of_ones_own_ends_with_its_time(story: Story) -> None:
     story.publishes(1, "a", nbytes=8 * MIB)
     story >> creates(2, 1, "b", 2 * MIB, wait=5.0)
     story << e.SetTimer(1, 5.0)
+    story >> creates(2, 2, "c", 2 * MIB, wait=6.0) << e.SetTimer(2, 6.0)
+    story >> creates(2, 3, "d", 2 * MIB)
+    story << refused(2, 3, "over_quota", "and 2 earlier creates of this user wait for room in it")
     story >> e.TimerExpired(1)
     story << refused(2, 1, "timeout", "create of b waited 5 s", "quota of user 1001", "8 MiB are used")
 
@@ -381,6 +384,10 @@ def test_watches_of_a_user_are_limited_over_all_its_sessions() -> None:
     story << e.Notify(2, m.PoolChanged("b", 0))
     story << done(2, 2)
     story.end()
+    story = told(Quota(watches=2))
+    story.quietly(asks(1, 1, m.Watch("a", on=True)), asks(1, 2, m.Watch("b", on=True)))
+    story >> asks(2, 1, m.Watch("c", on=True))
+    story << refused(2, 1, "over_quota", "user 1001 has 2 watches of a quota of 2 (")
 
 
 def test_layouts_of_a_user_are_limited_while_they_wait_and_while_they_are_published() -> None:
