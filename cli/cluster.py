@@ -95,7 +95,7 @@ metrics = click.option(
 )
 @click.option(
     "--readers",
-    type=options.Count(min=1, max=exporter.CONNECTIONS),
+    type=options.Integer(min=1, max=exporter.CONNECTIONS),
     default=exporter.READERS,
     show_default=True,
     help="How many hosts may read at once. Each takes a process, and on GPUs a context, about 0.5 GiB.",
@@ -172,7 +172,7 @@ def _notifier() -> Callable[[str], object]:
 @options.owners
 @click.option(
     "--width",
-    type=options.Count(min=1, max=32),
+    type=options.Integer(min=1, max=32),
     default=WIDTH,
     show_default=True,
     help="How many hosts to read from at once, at most.",
@@ -369,7 +369,7 @@ _authority = click.option(
     metavar="DIR",
     help="The folder that `cubroker certificates authority` made.",
 )
-_days = options.Count(min=1, max=36500)
+_days = options.Integer(min=1, max=36500)
 
 
 @contextmanager

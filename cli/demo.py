@@ -74,7 +74,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     metavar="FOLDER",
     help="Only write the demo's own weights, as FOLDER/model.safetensors, to try other commands with.",
 )
-@click.option("--seed", type=options.Count(min=0), help="With --weights: another number gives other values.")
+@click.option("--seed", type=options.Integer(min=0), help="With --weights: another number gives other values.")
 def demo(path: Path | None, folder: Path | None, seed: int | None) -> None:
     """Show what cubroker does, with a broker of its own in a temporary directory.
 

@@ -22,7 +22,7 @@ from cubroker.server.keeper.keeper import keep as run_keeper
 )
 @click.option(
     "--descriptors",
-    type=options.Count(min=1),
+    type=options.Integer(min=1),
     metavar="N",
     help="How many descriptors it may store.  [default: 4096, or what the limit of open files allows]",
 )

@@ -77,7 +77,7 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-class Count(click.IntRange):
+class Integer(click.IntRange):
     """A whole number within bounds."""
 
     name = "integer"  # in errors and help

@@ -488,10 +488,9 @@ class Broker(Reconnecting):
             Denied: the pool's mode keeps this user from reading it.
         """
         name = fields.check_pool_name(name)
-        body = messages.Describe(name, version_number(version))
-        description = yield from self._session.ask(body, messages.Description)
-        info, plan = description.info, description.plan or ()
-        return info, TensorIndex.decode(description.layout).layout, tuple(info.devices[index] for index in plan)
+        found = yield from self._session.ask(messages.Describe(name, version_number(version)), messages.Description)
+        info, plan = found.info, found.plan or ()
+        return info, TensorIndex.decode(found.layout).layout, tuple(info.devices[index] for index in plan)
 
     @blocking
     def digests(self, name: str, version: int | None = None) -> Steps[messages.DigestList]:
