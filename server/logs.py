@@ -65,6 +65,7 @@ class LogWriter(logging.Handler):
         super().close()
 
     def _run(self) -> None:
+        # Lines that could not be written were before this one, those that found the queue full are after it.
         while (line := self._lines.get()) is not None:
             self._unwritten -= self._report(self._unwritten)
             self._unwritten += not self._write(line)

@@ -122,7 +122,8 @@ class Checkpoint:
             NotFound: a file, or a shard or a tensor that the index names, does not exist; or a folder without an index
                 lacks a shard that the names of its other shards tell of.
             Denied: a file may not be read.
-            Invalid: a file breaks the format, a name appears twice, or there is no tensor at all; or a path is none.
+            Invalid: a file breaks the format, a name appears twice, there is no tensor at all, or something else than a
+                path was given.
         """
         listed = list(map(_path, _several(paths)))
         names: list[Path] = []

@@ -235,8 +235,7 @@ def blocked(tables: Tables, waiter: CreateWaiter) -> str:
     user = waiter.session.user
     assert user.quota.memory is not None
     ahead = user.position(waiter)
-    wait = "waits" if ahead == 1 else "wait"
-    line = f", and {count(ahead, 'earlier create')} of this user {wait} for room in it" if ahead else ""
+    line = f", behind {count(ahead, 'earlier create')} of this user" if ahead else ""
     largest = _largest(islice(user.tickets.values(), SURVEY), state)
     return (
         f"{waiter.pool.name} needs {size(waiter.total)} of the quota of user {user.uid}: of"
@@ -268,11 +267,10 @@ def _no_room(tables: Tables, waiter: CreateWaiter) -> str:
     account = next((account for account, nbytes in waiter.nbytes.items() if account.available < nbytes), None)
     if account is None:
         account = next(account for account in waiter.accounts if account.queue[0] is not waiter)
-        ahead = account.position(waiter)
         return (
-            f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on {account.device.label}, where"
-            f" {count(ahead, 'earlier request')} {'waits' if ahead == 1 else 'wait'} for room; wait as well,"
-            f" or retire what is not needed"
+            f"{waiter.pool.name} needs {size(waiter.nbytes[account])} on {account.device.label}, behind"
+            f" {count(account.position(waiter), 'earlier request')} for room there; wait as well, or retire what is"
+            f" not needed"
         )
     there = account.tickets.values()
     visible = [ticket for ticket in there if can_read(tables, waiter.session, ticket.pool)]
@@ -336,18 +334,17 @@ class Countable(NamedTuple):
 
     #: The field of :class:`Limits` and of ``Quota``.
     field: str
-    #: The verb and the noun for a session that has so many of them, and for a user.
-    of_session: tuple[str, str]
-    of_user: tuple[str, str]
+    #: What one of them is called.
+    noun: str
     #: How to get rid of some of them.
     remedy: str
 
 
-LEASES = Countable("leases", ("holds", "lease"), ("holds", "lease"), "close")
-REQUESTS = Countable("requests", ("has", "unfinished request"), ("has", "unfinished request"), "cancel")
-WATCHES = Countable("watches", ("watches", "pool"), ("has", "watch"), "end")
-LOCKS = Countable("locks", ("has", "lock"), ("has", "lock"), "release")
-IPC_EVENTS = Countable("events", ("has", "event"), ("has", "event"), "close")
+LEASES = Countable("leases", "lease", "close")
+REQUESTS = Countable("requests", "unfinished request", "cancel")
+WATCHES = Countable("watches", "watch", "end")
+LOCKS = Countable("locks", "lock", "release")
+IPC_EVENTS = Countable("events", "event", "close")
 
 
 def too_many(session: Session, limits: Limits, kind: Countable) -> OverQuota:
@@ -358,14 +355,13 @@ def too_many(session: Session, limits: Limits, kind: Countable) -> OverQuota:
         return int(of(session.used))
 
     if used(session) >= (limit := of(limits)):
-        verb, noun = kind.of_session
-        return OverQuota(f"this session {verb} {count(limit, noun)}, the most that one may; {kind.remedy} some of them")
+        has = count(limit, kind.noun)
+        return OverQuota(f"this session has {has}, the most that one may have; {kind.remedy} some of them")
     largest = nlargest(3, filter(used, islice(user.sessions.values(), SURVEY)), key=used)
     words = ", ".join(f"session {each.id} (pid {each.pid}) {used(each)}" for each in largest)
     most = f" ({words})" if words else ""
-    verb, noun = kind.of_user
-    has = f"{verb} {count(of(user.used), noun)} of a quota of {of(user.quota)}"
-    return OverQuota(f"user {user.uid} {has}{most}; {kind.remedy} some of them")
+    has = count(of(user.used), kind.noun)
+    return OverQuota(f"user {user.uid} has {has} of a quota of {of(user.quota)}{most}; {kind.remedy} some of them")
 
 
 def processes(user: User) -> str:

@@ -121,39 +121,35 @@ def test_lines_that_cannot_be_written_are_counted_in_the_log(monkeypatch: pytest
     assert lost in {f"{number} lines of the log were lost here: they could not be written" for number in (99, 100)}
 
 
-def test_a_line_that_a_full_disk_cuts_off_is_completed_and_lost_ones_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "log"
+@contextmanager
+def full_disk(path: Path, room: int, written: int, lost: int) -> Iterator[LogWriter]:
+    """A log that wrote lines until a disk with room for so many bytes was full, and lost others; now there is room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with path.open("wb") as file:
         lines = LogWriter(file.fileno())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # a write beyond it is cut off, or fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # a write beyond it is cut off, or fails
         try:
-            for number in range(4):
+            for number in range(written + lost):
                 lines.say(f"line {number}")
-            eventually(lambda: lines._unwritten == 2, "the lines to be cut off or lost")
+            eventually(lambda: lines._unwritten == lost, "the lines to be lost")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        yield lines
+        lines.close()
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_completed_and_lost_ones_are_counted(tmp_path: Path) -> None:
+    with full_disk(path := tmp_path / "log", room=12, written=2, lost=2) as lines:
         assert path.read_bytes() == b"line 0\nline "
         lines.say("line 4")
-        lines.close()
     lost = "2 lines of the log were lost here: they could not be written"
     assert path.read_text().splitlines() == ["line 0", "line 1", lost, "line 4"]
 
 
 @pytest.mark.parametrize("room", [12, 14])
 def test_the_end_of_a_log_that_was_full_has_no_half_line_and_counts_what_is_lost(tmp_path: Path, room: int) -> None:
-    path = tmp_path / "log"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with path.open("wb") as file:
-        lines = LogWriter(file.fileno())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # of the second line a part, or all
-        try:
-            for number in range(3):
-                lines.say(f"line {number}")
-            eventually(lambda: lines._unwritten == 1, "the lines to be cut off or lost")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        lines.close()
+    with full_disk(path := tmp_path / "log", room=room, written=2, lost=1):
+        pass
     lost = "1 line of the log was lost here: it could not be written"
     assert path.read_text().splitlines() == ["line 0", "line 1", lost]
 

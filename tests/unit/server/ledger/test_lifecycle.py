@@ -379,7 +379,7 @@ def test_smaller_limits_of_a_session_end_nothing(ruled: Story) -> None:
     ruled.quietly(attaches(1, 4, "b", wait=5.0))
     ruled >> rules(limits=Limits(leases=1, requests=0, watches=0, events=0))
     ruled >> attaches(1, 5, "a")
-    ruled << refused(1, 5, "over_quota", "this session holds 1 lease,")
+    ruled << refused(1, 5, "over_quota", "this session has 1 lease,")
     ruled >> asks(1, 6, m.Close(2))
     ruled << done(1, 6)
 

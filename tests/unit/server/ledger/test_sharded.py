@@ -121,7 +121,7 @@ def test_a_sharded_create_waits_for_room_on_each_of_its_devices(story: Story) ->
     story >> creates(2, 2, "a", 4 * MIB, 8 * MIB, devices=BOTH, plan=(0, 1), wait=5.0)
     story << e.SetTimer(1, 5.0)
     story >> creates(1, 2, "b", 6 * MIB)
-    story << refused(1, 2, "over_budget", f"b needs 6 MiB on {FIRST}, where 1 earlier request waits")
+    story << refused(1, 2, "over_budget", f"b needs 6 MiB on {FIRST}, behind 1 earlier request for room there")
     story >> asks(1, 3, m.Close(1))
     story << e.Free(1, "GPU-1")
     story << answer(1, 3, m.Done())
